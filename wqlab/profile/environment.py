@@ -1,0 +1,103 @@
+"""One provenance record for everything that is measured: hardware, versions, commit, date, command."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from wqlab import paths
+
+#: Packages whose versions can change a result.
+_PACKAGES = ("wqlab", "torch", "triton", "transformers", "numpy", "pandas", "matplotlib", "seaborn", "safetensors", "gguf")
+
+
+def versions() -> dict[str, str]:
+    """Return Python's version and those of the packages that can change a result; absent ones are left out."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@lru_cache(maxsize=1)
+def hardware() -> dict[str, Any]:
+    """Return what this process runs on.
+
+    Returns
+    -------
+    dict
+        ``cpu`` (model name), ``cores`` (usable by this process), ``memory_gb``, and ``gpus`` (names; an empty list without CUDA).
+        ``gpus`` asks torch only when it is already imported, because importing it takes a second.
+    """
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        cores = os.cpu_count() or 1
+    gpus: list[str] = []
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"cpu": _cpu_name(), "cores": cores, "memory_gb": round(psutil.virtual_memory().total / 2**30, 1), "gpus": gpus}
+
+
+def hardware_line() -> str:
+    """Return the hardware as one short phrase for labels, for example ``"2 cores of Some CPU"``."""
+    found = hardware()
+    return found["gpus"][0] if found["gpus"] else f"{found['cores']} cores of {found['cpu']}"
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def git_commit() -> str:
+    """Return the checkout's commit, with ``+changes`` when tracked code differs from it, or ``wheel <version>``."""
+    root = paths.checkout()
+    if root is None:
+        return f"wheel {versions().get('wqlab', 'unknown')}"
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+        # Figures and records are what a run writes: only code and notebooks decide what it computes.
+        code = ["wqlab", "notebooks", "kernels", "data/paper", "pyproject.toml"]
+        changed = subprocess.run(["git", "status", "--porcelain", "--", *code], cwd=root, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown (no git)"
+    return commit + ("+changes" if changed.strip() else "")
+
+
+def provenance(command: str | None = None) -> dict[str, Any]:
+    """Return hardware, versions, git commit, UTC date and command of this run.
+
+    Parameters
+    ----------
+    command : str, optional
+        What a reader types to repeat it; default: this process's command line, without the path of the program.
+    """
+    if command is None:
+        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return {
+        "hardware": hardware(),
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command,
+    }
