@@ -1,0 +1,1 @@
+"""The cache without transformers: which tokens are encoded (`policies`) and how they are held (`segments`)."""

@@ -1,0 +1,1 @@
+"""Versioned arrangements of codes in memory; pack and unpack in plain torch."""

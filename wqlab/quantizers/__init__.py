@@ -1,0 +1,176 @@
+"""Quantizers: how the values of one tensor become codes, and back. One file per published method.
+
+The registry knows each class under kind ``"method"``; a new file in this package that registers one class is picked up by every
+evaluation, bench and figure, and by the contract tests.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from wqlab import registry
+from wqlab.errors import NonFiniteError, ParameterError, UnsupportedError
+from wqlab.types import Granularity, QuantSpec
+
+Target = Literal["kv", "weight"]
+#: Which tensor a quantizer serves. Methods that treat keys and values alike use it in error messages only.
+Role = Literal["key", "value", "weight"]
+#: The dtypes whose metadata and error bounds are worked out.
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass
+class Quantized:
+    """An encoded tensor: ``x ~ code * scale + minimum``, element by element over its group.
+
+    Parameters
+    ----------
+    codes : Tensor
+        uint8 [batch, heads, seq, head_dim], one code per element, not packed (packing is the business of `wqlab.layouts`).
+    scale, minimum : Tensor
+        In the source's dtype, four axes in the same order; an axis has length 1 where a group spans it, and axis 2 counts
+        groups along the sequence. Batch is always axis 0 and sequence always axis 2, so that caches can select and append
+        without knowing the method.
+    spec : QuantSpec
+        Bits and groups.
+    dtype : torch.dtype
+        Of the source, and of what `Quantizer.dequantize` returns.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor
+    spec: QuantSpec
+    dtype: torch.dtype
+
+
+class Quantizer(ABC):
+    """One method at one setting. It holds no tensors, so one object may serve all layers.
+
+    Parameters
+    ----------
+    spec : QuantSpec
+        Bits, window size and granularity.
+    role : {"key", "value", "weight"}
+        The tensor it serves.
+
+    Attributes
+    ----------
+    name : str
+        The registry key.
+    target : {"kv", "weight"}
+        What the method was published for.
+    supported_bits, supported_granularities : tuple
+        What `spec` may ask for.
+
+    Raises
+    ------
+    ParameterError
+        For bits, window size or granularity outside those limits.
+    """
+
+    name: ClassVar[str]
+    target: ClassVar[Target] = "kv"
+    supported_bits: ClassVar[tuple[int, ...]] = (2, 4, 8)
+    supported_granularities: ClassVar[tuple[Granularity, ...]] = get_args(Granularity)
+
+    def __init__(self, spec: QuantSpec, role: Role = "key") -> None:
+        if spec.num_bits not in self.supported_bits:
+            raise ParameterError(f"{self.name}: num_bits = {spec.num_bits!r} is not one of {_listed(self.supported_bits)}")
+        if spec.granularity not in self.supported_granularities:
+            known = _listed(self.supported_granularities)
+            raise ParameterError(f"{self.name}: granularity = {spec.granularity!r} is not one of {known}")
+        if isinstance(spec.window_size, bool) or not isinstance(spec.window_size, int) or spec.window_size < 1:
+            raise ParameterError(f"{self.name}: window_size = {spec.window_size!r} is not a whole number of tokens, 1 or more")
+        self.spec = spec
+        self.role = role
+
+    @abstractmethod
+    def quantize(self, x: Tensor) -> Quantized:
+        """Encode `x` [batch, heads, seq, head_dim]; windows are encoded independently of each other.
+
+        Raises
+        ------
+        UnsupportedError
+            When shape or dtype cannot be served; `check` words it.
+        NonFiniteError
+            When `x` holds NaN or infinity.
+        """
+
+    @abstractmethod
+    def dequantize(self, quantized: Quantized) -> Tensor:
+        """Return the decoded tensor [batch, heads, seq, head_dim], in the source's dtype."""
+
+    @abstractmethod
+    def bits_per_element(self, shape: Sequence[int], dtype: torch.dtype = torch.float16) -> float:
+        """Return the exact bits per element, codes and metadata, for a tensor of `shape` and `dtype`.
+
+        Bytes that a layout adds to fill its last byte (odd head sizes) are not in it; a cache reports those it holds.
+        """
+
+    def check(self, x: Tensor) -> None:
+        """Refuse what no method here can encode: wrong rank, dtype or length, NaN, infinity.
+
+        Raises
+        ------
+        UnsupportedError, NonFiniteError
+            Naming the value, the limit and the way out.
+        """
+        if x.dim() != 4 or 0 in (x.shape[0], x.shape[1], x.shape[3]):
+            raise UnsupportedError(f"{self.name}: shape {list(x.shape)} is not [batch, heads, seq, head_dim] of 1 or more each")
+        if x.dtype not in DTYPES:
+            raise UnsupportedError(f"{self.name}: dtype {x.dtype} is not one of {_listed(DTYPES)}; convert the {self.role} first")
+        size = self.spec.window_size
+        if x.shape[2] % size:
+            raise UnsupportedError(
+                f"{self.name}: seq = {x.shape[2]} is no multiple of window_size = {size}; "
+                f"keep the last {x.shape[2] % size} tokens in full precision (policy 'windowed' does)"
+            )
+        check_finite(x, self.role)
+
+
+def check_finite(x: Tensor, what: str) -> None:
+    """Raise NonFiniteError when `x` holds NaN or infinity, saying how many and in which tensor."""
+    finite = torch.isfinite(x)
+    if not bool(finite.all()):
+        bad = int((~finite).sum())
+        nans = int(torch.isnan(x).sum())
+        raise NonFiniteError(
+            f"{what}: {bad} of {x.numel()} elements are not finite ({nans} NaN, {bad - nans} infinite), so no range can be taken; "
+            "run the model in bfloat16 or float32, or look for the layer that overflows"
+        )
+
+
+def create(
+    method: str,
+    num_bits: int = 4,
+    window_size: int = 32,
+    granularity: Granularity = "window_channel",
+    role: Role = "key",
+    **options: Any,
+) -> Quantizer:
+    """Return the quantizer registered as `method`; `options` are the method's own.
+
+    Raises
+    ------
+    UnknownNameError
+        For a method that does not exist.
+    ParameterError
+        For a setting outside the method's limits, or an option it does not have.
+    """
+    found: type[Quantizer] = registry.lookup("method", method)
+    spec = QuantSpec(num_bits=num_bits, window_size=window_size, granularity=granularity)
+    try:
+        return found(spec, role, **options)
+    except TypeError as error:
+        raise ParameterError(f"{method}: {error}") from error
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(str(value) for value in values)
