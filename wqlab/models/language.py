@@ -1,0 +1,151 @@
+"""Load a causal language model by catalogue name, local folder or hub id, with its weights checked."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wqlab.errors import DamagedFileError, ParameterError, UnknownNameError
+from wqlab.models import catalog, hub, manifest, smollm2
+from wqlab.records import sha256_file
+from wqlab.types import Input
+
+if TYPE_CHECKING:
+    import torch
+
+
+_DTYPES = ("float32", "float16", "bfloat16")
+_WEIGHTS = (".safetensors", ".bin", ".gguf")
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A causal language model, ready to run, and what a figure must say about it.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        In evaluation mode, on the CPU.
+    tokenizer : transformers.PreTrainedTokenizerBase
+        Its tokenizer.
+    name : str
+        As it was asked for.
+    note : str
+        Which weights these are.
+    inputs : list of Input
+        The weight files with their sha256.
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+    note: str
+    inputs: list[Input] = field(default_factory=list)
+
+
+def load(model: str = "smollm2", dtype: str | torch.dtype = "float32", attn_implementation: str = "sdpa") -> LanguageModel:
+    """Load a language model; one of the catalogue is fetched and converted first when it is absent.
+
+    Parameters
+    ----------
+    model : str
+        A name of the catalogue (``"smollm2"``), a local transformers folder, or a hub id (``"owner/name"``).
+    dtype : {"float32", "float16", "bfloat16"} or torch.dtype
+        Of the weights in memory.
+    attn_implementation : str
+        Any name that transformers knows, registered ones included.
+
+    Raises
+    ------
+    UnknownNameError
+        When `model` is none of the three.
+    ParameterError
+        For another dtype or attention, or a folder without a model.
+    FetchError
+        When something has to be downloaded and cannot be.
+    DamagedFileError
+        When a weight file is damaged. One of the cache is kept under another name; a file of yours is left as it is.
+    OutputError
+        When the cache folder cannot be written.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ParameterError(f"dtype = {str(dtype)!r} is not one of {', '.join(_DTYPES)}")
+    if model == smollm2.NAME:
+        folder = smollm2.build()
+        found = manifest.read(folder)
+        assert found is not None
+        # 0.25 s for 269 MB where the CPU hashes in hardware: cheap against numbers from flipped bits.
+        for file in found.files:
+            manifest.verify(folder, file, f"wqlab models fetch {smollm2.NAME}")
+        note = found.note
+        inputs = [Input(f"{model}/{file.path}", file.sha256) for file in found.files if file.path.endswith(_WEIGHTS)]
+    elif Path(model).expanduser().is_dir():
+        folder = Path(model).expanduser()
+        note, inputs = f"weights of the local folder {folder.name}", _check_folder(folder)
+    elif re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
+        folder, revision = hub.snapshot(model)
+        note = f"weights of {model} from the hub, revision {revision[:12]}"
+        inputs = _check_folder(folder, model)
+    else:
+        known = [part.name for part in catalog.PARTS.values() if part.kind == "language model"]
+        unknown = UnknownNameError("model", model, known)
+        unknown.args = (f"{unknown}; a local transformers folder or a hub id (owner/name) is accepted too",)
+        raise unknown
+    loaded, tokenizer = _from_pretrained(folder, name, attn_implementation)
+    return LanguageModel(loaded, tokenizer, model, note, inputs)
+
+
+def _from_pretrained(folder: Path, dtype: str, attn_implementation: str) -> tuple[Any, Any]:
+    """Load model and tokenizer of a checked folder; nothing is looked up elsewhere."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # a library does not draw on somebody's terminal or into a notebook's output
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), attn_implementation=attn_implementation, local_files_only=True
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ParameterError(f"transformers cannot load {folder}: {str(error).strip().splitlines()[0]}") from error
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()
+    return model.eval(), tokenizer
+
+
+def _check_folder(folder: Path, name: str | None = None) -> list[Input]:
+    """Check that `folder` holds a model whose safetensors are whole; return its weight files as inputs.
+
+    Raises
+    ------
+    ParameterError
+        When there is no config.json or no weight file.
+    DamagedFileError
+        Naming the file, which stays as it is.
+    """
+    if not (folder / "config.json").is_file():
+        raise ParameterError(f"{folder} is no transformers model folder: it has no config.json")
+    weights = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS)
+    if not weights:
+        raise ParameterError(f"{folder} has a config.json but no weights ({', '.join(_WEIGHTS)})")
+    for path in weights:
+        if path.suffix == ".safetensors":
+            check_safetensors(path)
+    return [Input(f"{name or folder.name}/{path.name}", sha256_file(path)) for path in weights]
+
+
+def check_safetensors(path: Path) -> None:
+    """Check that the header of a safetensors file is readable and fits the file's size; raises DamagedFileError."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            file.keys()
+    except (SafetensorError, OSError) as error:
+        raise DamagedFileError(f"{path} is damaged ({error}); replace it with a whole copy") from error

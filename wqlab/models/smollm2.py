@@ -1,0 +1,169 @@
+"""SmolLM2-135M-Instruct: from GGUF Q4_1 to a transformers folder in fp16, made once in the user's cache.
+
+transformers reads the same GGUF, but takes half a minute each time; a saved fp16 folder loads in two seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wqlab import paths
+from wqlab.errors import OutputError
+from wqlab.models import fetch, manifest
+
+if TYPE_CHECKING:
+    import numpy as np
+    from gguf import GGUFReader
+
+NAME = "smollm2"
+NOTE = (
+    "SmolLM2-135M-Instruct weights dequantized from GGUF Q4_1 (embeddings from Q8_0) and rounded to fp16; "
+    "the FP16 baseline is these weights"
+)
+
+_log = logging.getLogger(__name__)
+
+#: llama.cpp's names of the tensors of one layer -> transformers' names.
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+#: The output matrix is the embedding (tied), so the file has no third one.
+_MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+
+
+def folder() -> Path:
+    """Return where the transformers folder lies (it may not exist yet)."""
+    return paths.cache_dir() / "models" / NAME
+
+
+def is_built() -> bool:
+    """Return whether the transformers folder is whole, by its manifest and the sizes."""
+    return manifest.read(folder()) is not None
+
+
+def build(progress: Callable[[str, int, int], None] | None = None) -> Path:
+    """Return the transformers folder, converting the GGUF first when it is absent.
+
+    Raises
+    ------
+    UnknownNameError, FetchError, DamagedFileError, OutputError
+        As `wqlab.models.fetch.fetch`.
+    """
+    if is_built():
+        return folder()
+    source = fetch.file_of(NAME, ".gguf")
+    with fetch.lock(NAME):
+        if not is_built():
+            _log.info("converting %s to fp16 safetensors (about 15 s, once)", source.name)
+            _install(lambda target: _convert(source, target), f"{source.name}", NOTE)
+    return folder()
+
+
+def _install(make: Callable[[Path], None], source: str, note: str) -> None:
+    """Let `make` fill a temporary folder, move its files to their place, and write the manifest last."""
+    target = folder()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{NAME}-") as temporary:
+            made = Path(temporary)
+            make(made)
+            names = sorted(str(path.relative_to(made)) for path in made.iterdir() if path.is_file())
+            target.mkdir(exist_ok=True)
+            # File by file, because the folder may hold a damaged file that was set aside and must stay.
+            (target / manifest.FILENAME).unlink(missing_ok=True)
+            for name in names:
+                (made / name).replace(target / name)
+        manifest.write(target, NAME, source, manifest.describe(target, names), note)
+    except OSError as error:
+        if isinstance(error, OutputError):
+            raise
+        raise OutputError(f"cannot write {target}: {error.strerror or error}; free some space or set WQLAB_CACHE") from error
+
+
+def _convert(source: Path, target: Path) -> None:
+    """Write config, tokenizer and fp16 weights of a GGUF file into `target`."""
+    import torch
+    from gguf import GGUFReader, dequantize
+    from safetensors.torch import save_file
+    from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
+
+    reader = GGUFReader(source)
+    config = LlamaConfig(**_config(reader), architectures=["LlamaForCausalLM"], dtype="float16")
+    config.save_pretrained(target)
+    ids = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    GenerationConfig(**ids).save_pretrained(target)
+    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
+    weights = {}
+    for tensor in reader.tensors:
+        values = dequantize(tensor.data, tensor.tensor_type)
+        name = _name(tensor.name)
+        if name.endswith("q_proj.weight"):
+            values = _split_halves(values, config.num_attention_heads)
+        elif name.endswith("k_proj.weight"):
+            values = _split_halves(values, config.num_key_value_heads)
+        weights[name] = torch.from_numpy(values.copy()).to(torch.float16)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def _config(reader: GGUFReader) -> dict[str, Any]:
+    """Return the arguments of LlamaConfig that the file's metadata states."""
+
+    def get(key: str) -> Any:
+        return reader.fields[key].contents()
+
+    return {
+        "vocab_size": get("llama.vocab_size"),
+        "hidden_size": get("llama.embedding_length"),
+        "intermediate_size": get("llama.feed_forward_length"),
+        "num_hidden_layers": get("llama.block_count"),
+        "num_attention_heads": get("llama.attention.head_count"),
+        "num_key_value_heads": get("llama.attention.head_count_kv"),
+        "head_dim": get("llama.rope.dimension_count"),
+        "max_position_embeddings": get("llama.context_length"),
+        "rms_norm_eps": get("llama.attention.layer_norm_rms_epsilon"),
+        "rope_theta": get("llama.rope.freq_base"),
+        "bos_token_id": get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": get("tokenizer.ggml.padding_token_id"),
+        "tie_word_embeddings": True,
+    }
+
+
+def _name(name: str) -> str:
+    """Return transformers' name of a tensor of llama.cpp."""
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    if match:
+        return f"model.layers.{match[1]}.{_LAYER[match[2]]}.weight"
+    return f"{_MODEL[name.removesuffix('.weight')]}.weight"
+
+
+def _split_halves(weight: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
+    """Undo llama.cpp's row order of Q and K, which interleaves the two halves that rotary embeddings pair.
+
+    Parameters
+    ----------
+    weight : ndarray, shape (num_heads * head_dim, hidden)
+        Rows of each head in the order 0, d/2, 1, d/2 + 1, ...
+    num_heads : int
+        Heads in `weight`.
+
+    Returns
+    -------
+    ndarray, the same shape
+        Rows of each head in the order 0, 1, ..., d - 1.
+    """
+    rows, hidden = weight.shape
+    return weight.reshape(num_heads, rows // num_heads // 2, 2, hidden).swapaxes(1, 2).reshape(rows, hidden)
