@@ -94,9 +94,7 @@ def root() -> Path:
     return paths.shipped("data") / "recorded"
 
 
-def write(
-    name: str, gpu: str, data: pd.DataFrame, columns: dict[str, str], provenance: dict[str, Any], folder: Path | str
-) -> Path:
+def write(name: str, gpu: str, data: pd.DataFrame, columns: dict[str, str], provenance: dict[str, Any], folder: Path | str) -> Path:
     """Write a record, atomically: first the table, then the JSON that names its checksum.
 
     Parameters

@@ -132,6 +132,8 @@ class Result:
         Weights, texts and records that were read.
     notes : list of str
         What a reader must know, printed under the figure.
+    runtime_s : float
+        Seconds the experiment took; `wqlab.experiments.run` fills it in.
     """
 
     stem: str
@@ -141,6 +143,7 @@ class Result:
     values: dict[str, Value] = field(default_factory=dict)
     inputs: list[Input] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    runtime_s: float = 0.0
 
     def __post_init__(self) -> None:
         lost = [c for c in self.evidence if c not in self.data.columns]

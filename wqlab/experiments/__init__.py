@@ -6,14 +6,16 @@ One file per stem. An experiment is the only place that decides whether a column
 from __future__ import annotations
 
 import difflib
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from wqlab import registry
 from wqlab.errors import ParameterError
+from wqlab.models.catalog import PARTS
 from wqlab.types import Result
 
 
@@ -41,8 +43,7 @@ class Parameters(BaseModel):
 
 def slider(default: float, low: float, high: float, step: float, description: str, **limits: Any) -> Any:
     """Declare a parameter that notebooks show as a slider from `low` to `high`; `limits` are pydantic's (gt, ge, lt, le)."""
-    extra = {"slider": {"low": low, "high": high, "step": step}}
-    return Field(default, description=description, json_schema_extra=extra, **limits)
+    return Field(default, description=description, json_schema_extra={"slider": {"low": low, "high": high, "step": step}}, **limits)
 
 
 P = TypeVar("P", bound=Parameters)
@@ -65,6 +66,11 @@ class Experiment(ABC, Generic[P]):
     title: ClassVar[str]
     paper: ClassVar[str]
     Parameters: ClassVar[type[Parameters]]
+
+    def parts(self, parameters: P) -> list[str]:
+        """Return the catalogue names of what must be fetched before `run`; by default the parameter ``model``, if it is one."""
+        model = getattr(parameters, "model", None)
+        return [model] if model in PARTS else []
 
     @abstractmethod
     def run(self, parameters: P) -> Result:
@@ -103,6 +109,21 @@ def validate(stem: str, given: Mapping[str, Any]) -> Parameters:
         raise ParameterError(f"{stem}: {name} = {first['input']!r} is refused: {first['msg']}") from error
 
 
+def fetch_parts(stem: str, given: Mapping[str, Any], progress: Callable[[str, int, int], None] | None = None) -> None:
+    """Fetch what `stem` needs and is not here yet, so that a progress bar can be shown before it runs.
+
+    Raises
+    ------
+    FetchError, DamagedFileError, OutputError
+        As `wqlab.models.fetch.fetch`.
+    """
+    needed = get(stem).parts(validate(stem, given))
+    if needed:
+        from wqlab.models.fetch import fetch
+
+        fetch(needed, progress=progress)
+
+
 def run(stem: str, **given: Any) -> Result:
     """Validate `given`, run the experiment of `stem` and return its result.
 
@@ -114,5 +135,7 @@ def run(stem: str, **given: Any) -> Result:
         When a part is missing; says how to get it.
     """
     parameters = validate(stem, given)
+    started = time.perf_counter()
     result: Result = get(stem).run(parameters)
+    result.runtime_s = time.perf_counter() - started
     return result

@@ -72,4 +72,6 @@ def _add_caption(figure: Figure, text: str) -> None:
     bottom = extra / (height + extra)
     if engine is not None:
         engine.set(rect=(0, bottom, 1, 1 - bottom))  # type: ignore[call-arg]
-    figure.text(0.012, 0.06 / (height + extra), "\n".join(wrapped), fontsize=7, color="0.25", va="bottom", ha="left", linespacing=1.25)
+    figure.text(
+        0.012, 0.06 / (height + extra), "\n".join(wrapped), fontsize=7, color="0.25", va="bottom", ha="left", linespacing=1.25
+    )

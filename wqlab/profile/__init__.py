@@ -1,0 +1,1 @@
+"""Profiling: what this machine is, and what runs on it cost."""

@@ -15,7 +15,8 @@ from typing import Any
 
 import psutil
 
-from wqlab import paths
+from wqlab import paths, records
+from wqlab.errors import UnknownNameError
 
 #: Packages whose versions can change a result.
 _PACKAGES = ("wqlab", "torch", "triton", "transformers", "numpy", "pandas", "matplotlib", "seaborn", "safetensors", "gguf")
@@ -53,6 +54,24 @@ def hardware() -> dict[str, Any]:
     return {"cpu": _cpu_name(), "cores": cores, "memory_gb": round(psutil.virtual_memory().total / 2**30, 1), "gpus": gpus}
 
 
+def gpu_key() -> str:
+    """Return the key under which this machine's records are kept, ``"cpu"`` without CUDA.
+
+    Raises
+    ------
+    UnknownNameError
+        For a GPU that has no key yet.
+    """
+    gpus = hardware()["gpus"]
+    if not gpus:
+        return "cpu"
+    squeezed = gpus[0].lower().replace(" ", "").replace("-", "")
+    for key in records.GPU_KEYS:
+        if key in squeezed:
+            return key
+    raise UnknownNameError("GPU", gpus[0], records.GPU_KEYS)
+
+
 def hardware_line() -> str:
     """Return the hardware as one short phrase for labels, for example ``"2 cores of Some CPU"``."""
     found = hardware()
@@ -71,17 +90,21 @@ def _cpu_name() -> str:
 
 def git_commit() -> str:
     """Return the checkout's commit, with ``+changes`` when tracked code differs from it, or ``wheel <version>``."""
-    root = paths.checkout()
-    if root is None:
+    if paths.checkout() is None:
         return f"wheel {versions().get('wqlab', 'unknown')}"
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+        commit = _git("rev-parse", "HEAD")
         # Figures and records are what a run writes: only code and notebooks decide what it computes.
         code = ["wqlab", "notebooks", "kernels", "data/paper", "pyproject.toml"]
-        changed = subprocess.run(["git", "status", "--porcelain", "--", *code], cwd=root, capture_output=True, text=True, check=True).stdout
+        changed = _git("status", "--porcelain", "--", *code)
     except (OSError, subprocess.CalledProcessError):
         return "unknown (no git)"
-    return commit + ("+changes" if changed.strip() else "")
+    return commit + ("+changes" if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=paths.checkout(), capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def provenance(command: str | None = None) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Widgets: sliders over an experiment's parameters."""

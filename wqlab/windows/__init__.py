@@ -1,0 +1,1 @@
+"""Window search: which windows of the cache keep how many bits (WindowQuant, Sect. 3.2)."""

