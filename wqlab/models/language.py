@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wqlab.errors import DamagedFileError, ParameterError, UnknownNameError
-from wqlab.models import catalog, hub, manifest, smollm2
-from wqlab.records import sha256_file
+from wqlab.errors import ParameterError, UnknownNameError
+from wqlab.models import catalog, hub, manifest, smollm2, weights
 from wqlab.types import Input
 
 if TYPE_CHECKING:
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
 
 _DTYPES = ("float32", "float16", "bfloat16")
-_WEIGHTS = (".safetensors", ".bin", ".gguf")
 
 
 @dataclass(frozen=True)
@@ -74,21 +72,23 @@ def load(model: str = "smollm2", dtype: str | torch.dtype = "float32", attn_impl
     if name not in _DTYPES:
         raise ParameterError(f"dtype = {str(dtype)!r} is not one of {', '.join(_DTYPES)}")
     if model == smollm2.NAME:
-        folder = smollm2.build()
-        found = manifest.read(folder)
-        assert found is not None
+        folder, noted = smollm2.folder(), manifest.parse(smollm2.folder())
         # 0.25 s for 269 MB where the CPU hashes in hardware: cheap against numbers from flipped bits.
-        for file in found.files:
-            manifest.verify(folder, file, f"wqlab models fetch {smollm2.NAME}")
+        for file in noted.files if noted else ():
+            if (folder / file.path).exists():
+                manifest.verify(folder, file, f"wqlab models fetch {model}")
+        smollm2.build()
+        found = manifest.parse(folder)
+        assert found is not None
         note = found.note
-        inputs = [Input(f"{model}/{file.path}", file.sha256) for file in found.files if file.path.endswith(_WEIGHTS)]
+        inputs = [Input(f"{model}/{file.path}", file.sha256) for file in found.files if file.path.endswith(weights.SUFFIXES)]
     elif Path(model).expanduser().is_dir():
         folder = Path(model).expanduser()
-        note, inputs = f"weights of the local folder {folder.name}", _check_folder(folder)
+        note, inputs = f"weights of the local folder {folder.name}", weights.check_folder(folder)
     elif re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
         folder, revision = hub.snapshot(model)
         note = f"weights of {model} from the hub, revision {revision[:12]}"
-        inputs = _check_folder(folder, model)
+        inputs = weights.check_folder(folder, model)
     else:
         known = [part.name for part in catalog.PARTS.values() if part.kind == "language model"]
         unknown = UnknownNameError("model", model, known)
@@ -117,35 +117,3 @@ def _from_pretrained(folder: Path, dtype: str, attn_implementation: str) -> tupl
         if bars:
             transformers_logging.enable_progress_bar()
     return model.eval(), tokenizer
-
-
-def _check_folder(folder: Path, name: str | None = None) -> list[Input]:
-    """Check that `folder` holds a model whose safetensors are whole; return its weight files as inputs.
-
-    Raises
-    ------
-    ParameterError
-        When there is no config.json or no weight file.
-    DamagedFileError
-        Naming the file, which stays as it is.
-    """
-    if not (folder / "config.json").is_file():
-        raise ParameterError(f"{folder} is no transformers model folder: it has no config.json")
-    weights = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS)
-    if not weights:
-        raise ParameterError(f"{folder} has a config.json but no weights ({', '.join(_WEIGHTS)})")
-    for path in weights:
-        if path.suffix == ".safetensors":
-            check_safetensors(path)
-    return [Input(f"{name or folder.name}/{path.name}", sha256_file(path)) for path in weights]
-
-
-def check_safetensors(path: Path) -> None:
-    """Check that the header of a safetensors file is readable and fits the file's size; raises DamagedFileError."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="np") as file:
-            file.keys()
-    except (SafetensorError, OSError) as error:
-        raise DamagedFileError(f"{path} is damaged ({error}); replace it with a whole copy") from error

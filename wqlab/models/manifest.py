@@ -57,19 +57,26 @@ def write(folder: Path, name: str, source: str, files: Iterable[File], note: str
     paths.write_text(folder / FILENAME, dump_json(asdict(entry)))
 
 
+def parse(folder: Path) -> Manifest | None:
+    """Return the manifest of `folder` as it was written, or None when it is absent or unreadable."""
+    try:
+        entry: dict[str, Any] = json.loads((folder / FILENAME).read_text(encoding="utf-8"))
+        return Manifest(files=tuple(File(**file) for file in entry.pop("files")), **entry)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
 def read(folder: Path) -> Manifest | None:
     """Return the manifest of `folder`, or None when it is absent, unreadable or lists a file of another size.
 
     Sizes only, so that asking costs nothing; `verify` reads the bytes.
     """
+    manifest = parse(folder)
     try:
-        entry: dict[str, Any] = json.loads((folder / FILENAME).read_text(encoding="utf-8"))
-        files = tuple(File(**file) for file in entry.pop("files"))
-        manifest = Manifest(files=files, **entry)
-        whole = all((folder / file.path).stat().st_size == file.num_bytes for file in files)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        whole = manifest and all((folder / file.path).stat().st_size == file.num_bytes for file in manifest.files)
+    except OSError:
         return None
-    return manifest if whole and files else None
+    return manifest if whole else None
 
 
 def set_aside(path: Path) -> Path:
@@ -100,10 +107,10 @@ def verify(folder: Path, file: File, again: str) -> Path:
         When the bytes differ; the file is kept under another name, so that `again` replaces it.
     """
     path = folder / file.path
-    if sha256_file(path) == file.sha256:
+    if path.stat().st_size == file.num_bytes and sha256_file(path) == file.sha256:
         return path
     try:
         state = f"it is kept as {set_aside(path).name}"
     except OSError as error:
         state = f"it could not be renamed ({error.strerror}): remove it by hand"
-    raise DamagedFileError(f"{path} is damaged (its sha256 is not the one noted when it was made); {state}; run: {again}")
+    raise DamagedFileError(f"{path} is damaged (its size or sha256 is not the one noted when it was made); {state}; run: {again}")

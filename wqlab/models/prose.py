@@ -43,7 +43,7 @@ def _paragraph(block: str) -> str | None:
     if not lines:
         return None
     indents = [len(line) - len(line.lstrip()) for line in lines]
-    joined = " ".join(line.strip() for line in lines)
+    joined = re.sub(r"(\w-) (?=\w)", r"\1", " ".join(line.strip() for line in lines))  # words that were broken at a hyphen
     if "::=" in joined or ">>>" in joined or re.search(r"[-=*~^|+]{4,}|-\[ ", joined):
         return None  # a grammar production, a session, a table or a heading
     if len(set(indents)) > 1:
