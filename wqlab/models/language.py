@@ -43,12 +43,12 @@ class LanguageModel:
     inputs: list[Input] = field(default_factory=list)
 
 
-def load(model: str = "smollm2", dtype: str | torch.dtype = "float32", attn_implementation: str = "sdpa") -> LanguageModel:
+def load(model: str | Path = "smollm2", dtype: str | torch.dtype = "float32", attn_implementation: str = "sdpa") -> LanguageModel:
     """Load a language model; one of the catalogue is fetched and converted first when it is absent.
 
     Parameters
     ----------
-    model : str
+    model : str or Path
         A name of the catalogue (``"smollm2"``), a local transformers folder, or a hub id (``"owner/name"``).
     dtype : {"float32", "float16", "bfloat16"} or torch.dtype
         Of the weights in memory.
@@ -71,6 +71,7 @@ def load(model: str = "smollm2", dtype: str | torch.dtype = "float32", attn_impl
     name = str(dtype).removeprefix("torch.")
     if name not in _DTYPES:
         raise ParameterError(f"dtype = {str(dtype)!r} is not one of {', '.join(_DTYPES)}")
+    model = str(model)
     if model == smollm2.NAME:
         folder, noted = smollm2.folder(), manifest.parse(smollm2.folder())
         # 0.25 s for 269 MB where the CPU hashes in hardware: cheap against numbers from flipped bits.
@@ -82,7 +83,7 @@ def load(model: str = "smollm2", dtype: str | torch.dtype = "float32", attn_impl
         assert found is not None
         note = found.note
         inputs = [Input(f"{model}/{file.path}", file.sha256) for file in found.files if file.path.endswith(weights.SUFFIXES)]
-    elif Path(model).expanduser().is_dir():
+    elif model and Path(model).expanduser().is_dir():
         folder = Path(model).expanduser()
         note, inputs = f"weights of the local folder {folder.name}", weights.check_folder(folder)
     elif re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
