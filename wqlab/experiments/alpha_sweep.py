@@ -58,7 +58,7 @@ def _scores(similarity: str, normalize: str) -> np.ndarray[Any, Any]:
     if similarity == "uniform":
         # Midpoints of equal bins: an even spread over (0, 1) without a random draw.
         recorded = (np.arange(recorded.shape[1])[None, :] + 0.5) / recorded.shape[1]
-    return normalize_scores(torch.from_numpy(recorded), normalize).numpy()  # type: ignore[arg-type, no-any-return]
+    return normalize_scores(torch.tensor(recorded), normalize).numpy()  # type: ignore[arg-type, no-any-return]
 
 
 def shares(importance: np.ndarray[Any, Any], scores: np.ndarray[Any, Any], alpha: float) -> np.ndarray[Any, Any]:

@@ -97,7 +97,7 @@ class AttentionSinks(Experiment[AttentionSinksParameters]):
         rest_logit = (data["logit"] * keys)[~first].sum() / (heads * rest_keys)
         evidence = Evidence(
             kind="measured",
-            source=f"{parameters.model} on {num_tokens:,} tokens of English prose, queries {num_tokens // 2:,} to {num_tokens - 1:,}",
+            source=f"{parameters.model} on {num_tokens:,} tokens of English prose (queries from {num_tokens // 2:,} on)",
             hardware=environment.hardware_line(),
         )
         return Result(
@@ -112,6 +112,4 @@ class AttentionSinks(Experiment[AttentionSinksParameters]):
             },
             inputs=list(inputs),
             notes=["Every counted query sees every counted key.", *([note] if note else [])],
-            if note
-            else ["Every counted query sees every counted key."],
         )

@@ -65,7 +65,7 @@ def draw(result: Result) -> Figure:
 def _add_caption(figure: Figure, text: str) -> None:
     """Grow the figure downward and write the caption there, so that it never covers an axis."""
     width, height = figure.get_size_inches()
-    wrapped = textwrap.wrap(text, width=int(width * 15.5))
+    wrapped = textwrap.wrap(text, width=int(width * 17.5))
     extra = 0.145 * len(wrapped) + 0.12
     figure.set_size_inches(width, height + extra)
     engine = figure.get_layout_engine()

@@ -44,8 +44,8 @@ def draw(result: Result) -> Figure:
         )  # fmt: skip
         bottom = tokens if bottom is None else bottom + tokens
     layers.set(title=f"Tokens per width ({result.parameters['normalize']})", xlabel="decoder layer", ylabel="tokens")
-    layers.set_ylim(0, float(bottom.max()) * 1.28 if bottom is not None else 1)
-    layers.legend(loc="upper center", ncols=3, fontsize=7, columnspacing=1.0, handlelength=1.2)
+    layers.set_ylim(0, float(bottom.max()) * 1.42 if bottom is not None else 1)
+    layers.legend(loc="upper center", ncols=2, fontsize=7, columnspacing=1.0, handlelength=1.2)
     layers.grid(axis="x", visible=False)
 
     shares = data[data["part"] == "sweep"]

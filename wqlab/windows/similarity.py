@@ -46,7 +46,7 @@ def window_similarity(text: Tensor, tokens: Tensor, window_size: int = 32) -> Te
     num_windows = tokens.shape[0] // window_size
     unit_text = torch.nn.functional.normalize(text.double(), dim=-1).mean(0)
     unit_tokens = torch.nn.functional.normalize(tokens[: num_windows * window_size].double(), dim=-1)
-    result = unit_tokens.reshape(num_windows, window_size, -1).mean(1) @ unit_text
+    result = unit_tokens.reshape(num_windows, window_size, tokens.shape[-1]).mean(1) @ unit_text
     if not torch.isfinite(result).all():
         raise NonFiniteError("embeddings hold NaN or infinity; check the model's weights and its input")
     return result

@@ -1,0 +1,73 @@
+import math
+from decimal import Decimal, getcontext
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wqlab.errors import NonFiniteError, ParameterError
+from wqlab.windows.thresholds import thresholds
+
+unit = st.floats(0, 1)
+alphas = st.floats(1e-6, 700)
+
+
+def exact(s: float, alpha: float) -> tuple[float, float]:
+    """Eq. 10 and 11 with 60 digits: the twin that cannot cancel."""
+    getcontext().prec = 60
+    s_, a = Decimal(s), Decimal(alpha)
+    low = ((a * s_).exp() - 1) / (a.exp() - 1)
+    high = ((-a * s_).exp() - 1) / ((-a).exp() - 1)
+    return float(low), float(high)
+
+
+@given(unit, alphas)
+def test_formulas_agree_with_sixty_digits(s, alpha):
+    low, high = thresholds(s, alpha)
+    want_low, want_high = exact(s, alpha)
+    assert low == pytest.approx(want_low, rel=1e-12, abs=1e-45)
+    assert high == pytest.approx(want_high, rel=1e-12, abs=1e-45)
+
+
+@given(st.lists(unit, min_size=1, max_size=20), alphas)
+def test_thresholds_are_ordered_and_in_the_unit_interval(s, alpha):
+    low, high = thresholds(s, alpha)
+    assert (low >= 0).all()
+    assert (low <= high).all()
+    assert (high <= 1).all()
+
+
+@given(unit)
+def test_small_alpha_closes_the_band_at_s(s):
+    low, high = thresholds(s, 1e-9)
+    assert low == pytest.approx(s, abs=1e-8)
+    assert high == pytest.approx(s, abs=1e-8)
+
+
+@given(unit, st.floats(0.01, 50))
+def test_a_larger_alpha_never_narrows_the_int4_band(s, alpha):
+    low, high = thresholds(s, alpha)
+    wider_low, wider_high = thresholds(s, alpha * 1.5)
+    assert wider_high - wider_low >= high - low - 1e-12
+
+
+def test_ends_meet():
+    low, high = thresholds([0.0, 1.0], 2.0)
+    np.testing.assert_array_equal(low, [0, 1])
+    np.testing.assert_array_equal(high, [0, 1])
+
+
+def test_importance_outside_the_unit_interval_is_clamped():
+    np.testing.assert_array_equal(thresholds([-0.3, 1.2], 2.0), thresholds([0.0, 1.0], 2.0))
+
+
+@pytest.mark.parametrize("alpha", [0, -1, math.nan, math.inf, -math.inf])
+def test_refuses_alpha(alpha):
+    with pytest.raises(ParameterError, match="greater than 0"):
+        thresholds(0.5, alpha)
+
+
+def test_refuses_nan_importance():
+    with pytest.raises(NonFiniteError, match="1 values"):
+        thresholds([0.5, math.nan], 2.0)
