@@ -114,7 +114,8 @@ class Claim(_Strict):
         """Tell whether `ours` lies within the tolerance of the printed value; None where the claim has no number."""
         if self.value is None or self.tolerance is None:
             return None
-        return abs(ours - self.value) <= self.tolerance * abs(self.value)
+        allowed = self.tolerance * abs(self.value)
+        return abs(ours - self.value) <= allowed * (1 + 1e-9)  # 2.2 is within 10 % of 2, in binary too
 
 
 class Cell(NamedTuple):

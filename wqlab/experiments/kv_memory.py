@@ -88,7 +88,7 @@ def shape_of(model: str) -> Shape:
     if model in known:
         return known[model]
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if model and folder.is_dir():
         return _shape_of_folder(folder)
     if model.count("/") == 1 and not model.startswith((".", "/", "~")):
         raise MissingPartError(
