@@ -19,7 +19,7 @@ same_setup           number within tolerance: ``reproduced``; else every directi
                      (``reproduced`` where the claim is a direction and has no number); else ``contradicted``
 same_mechanism       the same, except that a direction alone never gives more than ``direction_holds``
 proxy                directions only: ``direction_holds_on_proxy`` or ``direction_fails_on_proxy``
-any, ``inner: true``  the paper against itself: ``inconsistent_in_paper``, or ``not_testable_here`` where it agrees with itself
+``inner: true``      the paper against itself: ``inconsistent_in_paper``, or ``not_testable_here`` where it agrees with itself
 ===================  ==================================================================================================
 """
 
