@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from wqlab.hf.cache import QuantizedKVCache, QuantizedKVLayer, cache_argument
+    from wqlab.hf.side_by_side import SideBySideCache
 
-_HOMES = {"QuantizedKVCache": "cache", "QuantizedKVLayer": "cache", "cache_argument": "cache"}
+_HOMES = {"QuantizedKVCache": "cache", "QuantizedKVLayer": "cache", "cache_argument": "cache", "SideBySideCache": "side_by_side"}
 
-__all__ = ["QuantizedKVCache", "QuantizedKVLayer", "cache_argument"]
+__all__ = ["QuantizedKVCache", "QuantizedKVLayer", "SideBySideCache", "cache_argument"]
 
 
 def __getattr__(name: str) -> Any:
