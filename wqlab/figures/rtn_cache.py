@@ -45,7 +45,7 @@ def _scores(axis: Axes, result: Result) -> None:
     axis.axvline(values.iloc[0], color="0.55", linewidth=0.9, linestyle=":", label="FP16")
     axis.hlines(names, values.iloc[0], values, color=_colours(result), linewidth=1.6)
     axis.scatter(values, names, c=_colours(result), marker=marker, s=42, zorder=3)
-    axis.scatter([], [], c="0.4", marker=marker, s=30, label=label("of each cache", result, "perplexity"))
+    axis.scatter([], [], c="0.4", marker=marker, s=30, label=label("each cache", result, "perplexity"))
     for name, value in zip(names, values, strict=True):
         text = f"{value:.2f}" if value < 1000 else f"{value:,.0f}"
         axis.annotate(text, (value, name), (7, 0), textcoords="offset points", va="center", fontsize=7.5)
@@ -90,5 +90,5 @@ def _answers(axis: Axes, result: Result) -> None:
         answer = row["answer"].encode("ascii", "replace").decode().replace("$", r"\$")
         axis.text(0.0, y, name, color=colour, weight="bold", transform=axis.transAxes, va="center", fontsize=7.5)
         axis.text(0.165, y, str(row["first_tokens_equal"]), ha="right", transform=axis.transAxes, va="center", fontsize=7.5)
-        shown = textwrap.shorten(answer, 100, placeholder=" ...") or "(nothing)"
+        shown = textwrap.shorten(answer, 104, placeholder=" ...") or "(nothing)"
         axis.text(0.185, y, shown, transform=axis.transAxes, va="center", fontsize=7.5)

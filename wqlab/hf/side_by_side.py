@@ -31,8 +31,10 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
             raise UnsupportedError(
                 f"{len(self.caches)} caches side by side need a batch of as many rows, got {key_states.shape[0]}"
             )
-        rows = zip(self.caches, key_states.split(1), value_states.split(1), strict=True)
-        seen = [cache.update(key, value, self.layer_idx, *args, **kwargs) for cache, key, value in rows]
+        seen = [
+            cache.update(key_states[i : i + 1], value_states[i : i + 1], self.layer_idx, *args, **kwargs)
+            for i, cache in enumerate(self.caches)
+        ]
         return torch.cat([key for key, _ in seen]), torch.cat([value for _, value in seen])
 
     def get_seq_length(self) -> int:
