@@ -3,12 +3,14 @@
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("MPLBACKEND", "agg")
 
+import matplotlib
 import pytest
 import torch
 from hypothesis import settings
 
+# Not through the environment: kernels that tests start must keep their inline backend.
+matplotlib.use("agg")
 torch.set_num_threads(min(2, os.cpu_count() or 1))
 # Deadlines are timed assertions in disguise: on a busy machine they fail for no reason.
 settings.register_profile("wqlab", deadline=None)

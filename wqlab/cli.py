@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import click
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -31,7 +32,8 @@ app = typer.Typer(
 models_app = typer.Typer(help="Real weights, clips and text, fetched once into the cache.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
 
-_out = Console()
+# Off a terminal rich assumes 80 columns and would fold tables that go to a file or a pipe.
+_out = Console(width=None if sys.stdout.isatty() else 220)
 _err = Console(stderr=True)
 
 Stems = Annotated[
@@ -128,7 +130,7 @@ def doctor(as_json: AsJson = False) -> None:
         colours = {"ok": "green", "absent": "yellow", "problem": "red"}
         table = Table("check", "status", "detail", "to get it", box=None, pad_edge=False)
         for check in checks:
-            table.add_row(check.check, f"[{colours[check.status]}]{check.status}[/]", check.detail, check.fix)
+            table.add_row(check.check, f"[{colours[check.status]}]{check.status}[/]", escape(check.detail), escape(check.fix))
         _out.print(table)
     problems = [check.check for check in checks if check.status == "problem"]
     if problems:

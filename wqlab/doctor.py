@@ -122,12 +122,12 @@ def _kernel() -> Check:
         return Check("jupyter kernel", "problem", "no kernel named python3", "pip install ipykernel")
     python = spec.argv[0]
     if python in ("python", "python3") or python == sys.executable:
-        return Check("jupyter kernel", "ok", python)
+        return Check("jupyter kernel", "ok", f"python3 runs {sys.executable}")
     same = subprocess.run(
         [python, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True, check=False
     ).stdout.strip()
     if same == sys.prefix:
-        return Check("jupyter kernel", "ok", python)
+        return Check("jupyter kernel", "ok", f"python3 runs {python}")
     fix = f"{sys.executable} -m ipykernel install --sys-prefix"
     return Check("jupyter kernel", "problem", f"python3 is {python}, not this environment's {sys.executable}", fix)
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from wqlab import experiments, paths
 from wqlab.batch.save import SUFFIXES
 from wqlab.errors import NotebookError, OutputError, ParameterError
@@ -95,12 +97,14 @@ def execute(stem: str, out: Path | str, given: Mapping[str, Any], notebook: Path
     import papermill
     from papermill.exceptions import PapermillExecutionError
 
+    experiments.get(stem)  # an unknown stem is the first thing to say
     source = notebook or notebook_path(stem)
     _check_declared(source, given)
     # The values papermill gets are plain: it writes them into the notebook as Python source.
     plain = {name: value for name, value in experiments.validate(stem, given).model_dump(mode="json").items() if name in given}
     folder = paths.output_dir(out)
     done = folder / "notebooks" / f"{stem}.ipynb"
+    _clear_stale(folder, stem)
     staging = paths.output_dir(folder / f".staging-{stem}-{os.getpid()}")
     running = staging / f"{stem}.ipynb"
     try:
@@ -112,6 +116,7 @@ def execute(stem: str, out: Path | str, given: Mapping[str, Any], notebook: Path
                 kernel_name="python3",
                 progress_bar=False,
                 cwd=str(staging),
+                extra_arguments=["--log-level=ERROR"],  # the kernel's start-up warnings say nothing about the notebook
             )
         except PapermillExecutionError as error:
             kept = _keep(running, done.with_suffix(".failed.ipynb"))
@@ -129,6 +134,14 @@ def execute(stem: str, out: Path | str, given: Mapping[str, Any], notebook: Path
         raise OutputError(f"cannot write to {folder}: {error.strerror or error}; free some space or name another folder") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _clear_stale(folder: Path, stem: str) -> None:
+    """Remove what killed runs left behind: staging folders whose process is gone."""
+    for left in folder.glob(f".staging-{stem}-*"):
+        pid = left.name.rpartition("-")[2]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _check_declared(source: Path, given: Mapping[str, Any]) -> None:

@@ -55,10 +55,9 @@ def save(result: Result, figure: Figure, out: Path | str | None) -> dict[str, Pa
     folder = paths.output_dir(out)
     files = {suffix: folder / f"{result.stem}{suffix}" for suffix in SUFFIXES}
     with paths.atomic_path(files[".svg"]) as temporary:
-        # Without a date and with the style's hash salt, the same figure gives the same bytes.
-        figure.savefig(temporary, metadata={"Date": None, "Title": result.stem, "Description": figures.caption(result)})
+        figures.write(figure, temporary, metadata={"Date": None, "Title": result.stem, "Description": figures.caption(result)})
     with paths.atomic_path(files[".png"]) as temporary:
-        figure.savefig(temporary, dpi=200)
+        figures.write(figure, temporary, dpi=200)
     with paths.atomic_path(files[".csv"]) as temporary:
         result.data.to_csv(temporary, index=False, float_format="%.9g")
     paths.write_text(files[".json"], records.dump_json(sidecar(result, files)))

@@ -60,12 +60,15 @@ class Experiment(ABC, Generic[P]):
         What it reproduces, for example ``"WindowQuant, Fig. 8"``.
     Parameters : type
         The pydantic model of its parameters.
+    live : bool
+        Whether a slider may redraw while it moves; False for what measures for seconds: it then redraws on release.
     """
 
     stem: ClassVar[str]
     title: ClassVar[str]
     paper: ClassVar[str]
     Parameters: ClassVar[type[Parameters]]
+    live: ClassVar[bool] = True
 
     def parts(self, parameters: P) -> list[str]:
         """Return the catalogue names of what must be fetched before `run`; by default the parameter ``model``, if it is one."""

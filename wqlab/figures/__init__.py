@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from wqlab import registry
 from wqlab.types import Result
@@ -60,6 +60,24 @@ def draw(result: Result) -> Figure:
         _add_caption(figure, caption(result))
     plt.close(figure)  # the caller owns it; pyplot must not show it a second time in a notebook
     return figure
+
+
+def write(figure: Figure, target: Path | IO[bytes], **options: Any) -> None:
+    """Save `figure` in the house style; the same figure then gives the same bytes.
+
+    Parameters
+    ----------
+    figure : matplotlib.figure.Figure
+        From `draw`.
+    target : path or binary file
+        Where to.
+    **options
+        For ``Figure.savefig``.
+    """
+    import matplotlib.pyplot as plt
+
+    with plt.style.context(STYLE):  # the salt of SVG ids is read when the file is written
+        figure.savefig(target, **options)
 
 
 def _add_caption(figure: Figure, text: str) -> None:

@@ -14,7 +14,7 @@ def render(stem: str, parameters: dict[str, Any]) -> bytes:
     """Return the figure of `stem` as PNG bytes at screen resolution."""
     figure = figures.draw(experiments.run(stem, **parameters))
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=100)
+    figures.write(figure, buffer, format="png", dpi=100)
     return buffer.getvalue()
 
 
@@ -42,14 +42,20 @@ def explore(stem: str, **given: Any) -> Any:
     """
     import ipywidgets as widgets
 
-    model = experiments.get(stem).Parameters
+    experiment = experiments.get(stem)
+    model = experiment.Parameters
     values = experiments.validate(stem, given).model_dump()
-    controls = {name: control for name, field in model.model_fields.items() if (control := _control(name, field, values[name]))}
+    controls = {
+        name: control
+        for name, field in model.model_fields.items()
+        if (control := _control(name, field, values[name], experiment.live))
+    }
     image = widgets.Image(value=render(stem, values), format="png", layout=widgets.Layout(max_width="100%"))
     message = widgets.HTML()
 
     def redraw(change: Any) -> None:
         values.update({name: control.value for name, control in controls.items()})
+        message.value = "" if experiment.live else f"{stem}: measuring ..."
         try:
             image.value = render(stem, values)
             message.value = ""
@@ -61,7 +67,7 @@ def explore(stem: str, **given: Any) -> Any:
     return widgets.VBox([*controls.values(), message, image])
 
 
-def _control(name: str, field: Any, value: Any) -> Any:
+def _control(name: str, field: Any, value: Any, live: bool) -> Any:
     import ipywidgets as widgets
 
     wide = {"style": {"description_width": "12em"}, "layout": widgets.Layout(width="36em")}
@@ -70,7 +76,7 @@ def _control(name: str, field: Any, value: Any) -> Any:
         limits = extra["slider"]
         kind = widgets.IntSlider if field.annotation is int else widgets.FloatSlider
         return kind(
-            value=value, min=limits["low"], max=limits["high"], step=limits["step"], description=name, continuous_update=True,
+            value=value, min=limits["low"], max=limits["high"], step=limits["step"], description=name, continuous_update=live,
             tooltip=field.description, **wide,
         )  # fmt: skip
     if typing.get_origin(field.annotation) is typing.Literal:
