@@ -179,7 +179,7 @@ class RTNCache(Experiment[RTNCacheParameters]):
         import pandas as pd
 
         p = parameters
-        num_tokens = min(p.num_tokens, 192) if p.quick else p.num_tokens
+        num_tokens = min(p.num_tokens, 128) if p.quick else p.num_tokens
         new_tokens = min(p.new_tokens, 8) if p.quick else p.new_tokens
         layout = (p.window_size, p.residual_length, p.sink_windows)
         scores, text = _scores(p.model, num_tokens, *layout)
