@@ -105,7 +105,8 @@ def execute(stem: str, out: Path | str, given: Mapping[str, Any], notebook: Path
     folder = paths.output_dir(out)
     done = folder / "notebooks" / f"{stem}.ipynb"
     _clear_stale(folder, stem)
-    staging = paths.output_dir(folder / f".staging-{stem}-{os.getpid()}")
+    # Absolute, because the kernel works in it.
+    staging = paths.output_dir(folder.resolve() / f".staging-{stem}-{os.getpid()}")
     running = staging / f"{stem}.ipynb"
     try:
         try:
