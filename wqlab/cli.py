@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -32,6 +31,8 @@ app = typer.Typer(
 models_app = typer.Typer(help="Real weights, clips and text, fetched once into the cache.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
 
+#: What typer raises for a line that it cannot understand. Newer releases carry a click of their own, so it is named through typer.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[2]
 # Off a terminal rich assumes 80 columns and would fold tables that go to a file or a pipe.
 _out = Console(width=None if sys.stdout.isatty() else 220)
 _err = Console(stderr=True)
@@ -321,13 +322,12 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         result = app([w for w in words if w != "--debug"], standalone_mode=False, prog_name="wqlab")
         code = result if isinstance(result, int) else 0
-    except click.exceptions.NoArgsIsHelpError as error:
-        print(error.format_message(), file=sys.stderr)
+    except _UsageError as error:
+        message = _one_line(error.format_message())  # type: ignore[attr-defined]
+        if message:  # without one, typer has printed the help already
+            print(f"wqlab: {message} (see wqlab --help)", file=sys.stderr)
         code = 2
-    except click.ClickException as error:
-        print(f"wqlab: {_one_line(error.format_message())} (see wqlab --help)", file=sys.stderr)
-        code = 2
-    except (click.exceptions.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         print("wqlab: interrupted; what was finished stays, run the same line again to go on", file=sys.stderr)
         code = 130
     except BrokenPipeError:  # the reader of a pipe (head, less) has enough

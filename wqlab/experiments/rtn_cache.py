@@ -165,6 +165,7 @@ class RTNCache(Experiment[RTNCacheParameters]):
     title = "RTN-quantized KV cache in real generation"
     paper = "WindowQuant, Sect. 3.3.3; Table 3 (RTN rows)"
     Parameters = RTNCacheParameters
+    live = False
 
     def run(self, parameters: RTNCacheParameters) -> Result:
         """Measure every setting.

@@ -44,8 +44,15 @@ def caption(result: Result) -> str:
     return " ".join([*lines, *result.notes])
 
 
-def draw(result: Result) -> Figure:
-    """Draw the figure of `result.stem` in the house style, with its caption below.
+def draw(result: Result, with_caption: bool = True) -> Figure:
+    """Draw the figure of `result.stem` in the house style.
+
+    Parameters
+    ----------
+    result : Result
+        From `wqlab.run`.
+    with_caption : bool
+        Write the caption below. A saved figure always has it; a page that shows the caption as text may do without.
 
     Raises
     ------
@@ -57,7 +64,8 @@ def draw(result: Result) -> Figure:
     function = registry.lookup("figure", result.stem)
     with plt.style.context(STYLE):
         figure: Figure = function(result)
-        _add_caption(figure, caption(result))
+        if with_caption:
+            _add_caption(figure, caption(result))
     plt.close(figure)  # the caller owns it; pyplot must not show it a second time in a notebook
     return figure
 

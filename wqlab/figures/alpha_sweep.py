@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from wqlab.figures import BIT_COLOURS, EVIDENCE_STYLE, label
 from wqlab.registry import register
 from wqlab.types import Result
@@ -34,17 +36,15 @@ def draw(result: Result) -> Figure:
     curves.set(title=f"Thresholds at alpha = {alpha:g}", xlabel="s_i", ylabel="window similarity", xlim=(0, 1), ylim=(0, 1))
     curves.legend(loc="upper left", fontsize=7)
 
-    bottom = None
+    # Stairs are one artist per width where bars are one per layer: a slider must be followed at once.
+    bottom = np.zeros(len(s_i))
+    edges = np.arange(len(s_i) + 1) - 0.5
     for bits in (2, 4, 16):
-        rows = per_layer[per_layer["bits"] == bits]
-        tokens = rows["tokens"].to_numpy(dtype=float)
-        layers.bar(
-            rows["layer"].to_numpy(dtype=int), tokens, bottom=bottom, width=0.9, color=BIT_COLOURS[bits],
-            label=label(_NAMES[bits], result, "tokens"),
-        )  # fmt: skip
-        bottom = tokens if bottom is None else bottom + tokens
+        top = bottom + per_layer.loc[per_layer["bits"] == bits, "tokens"].to_numpy(dtype=float)
+        layers.stairs(top, edges, baseline=bottom, fill=True, color=BIT_COLOURS[bits], label=label(_NAMES[bits], result, "tokens"))
+        bottom = top
     layers.set(title=f"Tokens per width ({result.parameters['normalize']})", xlabel="decoder layer", ylabel="tokens")
-    layers.set_ylim(0, float(bottom.max()) * 1.42 if bottom is not None else 1)
+    layers.set_ylim(0, bottom.max() * 1.42)
     layers.legend(loc="upper center", ncols=2, fontsize=7, columnspacing=1.0, handlelength=1.2)
     layers.grid(axis="x", visible=False)
 
@@ -60,5 +60,6 @@ def draw(result: Result) -> Figure:
     sweep.set(title="Mix over all layers", xlabel="alpha", ylabel="share of windows (%)", ylim=(-3, 103))
     sweep.set_xscale("log")
     sweep.set_xticks([0.1, 0.5, 2, 10], ["0.1", "0.5", "2", "10"])
-    sweep.legend(loc="best", fontsize=7)
+    sweep.minorticks_off()
+    sweep.legend(loc="center left", fontsize=7)
     return figure

@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
+import html
 import io
 import typing
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from PIL import Image
 
 from wqlab import experiments, figures
 from wqlab.errors import WqlabError
 
 
-def render(stem: str, parameters: dict[str, Any]) -> bytes:
-    """Return the figure of `stem` as PNG bytes at screen resolution."""
-    figure = figures.draw(experiments.run(stem, **parameters))
-    buffer = io.BytesIO()
-    figures.write(figure, buffer, format="png", dpi=100)
-    return buffer.getvalue()
+@dataclass
+class Renderer:
+    """Draws one stem again and again, as PNG bytes at screen resolution.
+
+    Finding room for all labels costs matplotlib as much as drawing. The axes' places are found once and used again while the
+    figure keeps its size, so that a slider is followed at once.
+    """
+
+    stem: str
+    size: tuple[float, float] | None = None
+    places: list[Any] = field(default_factory=list)
+
+    def render(self, parameters: dict[str, Any]) -> tuple[bytes, str]:
+        """Run the experiment and return its figure and, as text, its caption."""
+        result = experiments.run(self.stem, **parameters)
+        figure = figures.draw(result, with_caption=False)
+        size = tuple(figure.get_size_inches())
+        known = size == self.size and len(self.places) == len(figure.axes)
+        if known:
+            figure.set_layout_engine("none")
+            for axes, place in zip(figure.axes, self.places, strict=True):
+                axes.set_position(place)
+        # Not savefig: with a layout engine it draws everything twice.
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()  # type: ignore[no-untyped-call]
+        if not known:
+            self.size, self.places = size, [axes.get_position() for axes in figure.axes]
+        buffer = io.BytesIO()
+        pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
+        Image.fromarray(pixels).save(buffer, format="png", compress_level=1)
+        return buffer.getvalue(), figures.caption(result)
 
 
 def explore(stem: str, **given: Any) -> Any:
@@ -47,40 +78,47 @@ def explore(stem: str, **given: Any) -> Any:
     values = experiments.validate(stem, given).model_dump()
     controls = {
         name: control
-        for name, field in model.model_fields.items()
-        if (control := _control(name, field, values[name], experiment.live))
+        for name, info in model.model_fields.items()
+        if (control := _control(name, info, values[name], experiment.live))
     }
-    image = widgets.Image(value=render(stem, values), format="png", layout=widgets.Layout(max_width="100%"))
-    message = widgets.HTML()
+    renderer = Renderer(stem)
+    image = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
+    text = widgets.HTML()
+    image.value, caption = renderer.render(values)
+    text.value = _small(caption)
 
     def redraw(change: Any) -> None:
         values.update({name: control.value for name, control in controls.items()})
-        message.value = "" if experiment.live else f"{stem}: measuring ..."
+        text.value = text.value if experiment.live else f"{stem}: measuring ..."
         try:
-            image.value = render(stem, values)
-            message.value = ""
+            image.value, caption = renderer.render(values)
+            text.value = _small(caption)
         except WqlabError as error:  # the figure stays; the reader sees why it did not follow
-            message.value = f"<b>{type(error).__name__}</b>: {error}"
+            text.value = f"<b>{type(error).__name__}</b>: {html.escape(str(error))}"
 
     for control in controls.values():
         control.observe(redraw, names="value")
-    return widgets.VBox([*controls.values(), message, image])
+    return widgets.VBox([*controls.values(), image, text])
 
 
-def _control(name: str, field: Any, value: Any, live: bool) -> Any:
+def _small(caption: str) -> str:
+    return f'<div style="max-width: 70em; font-size: 85%; opacity: 0.8; line-height: 1.3">{html.escape(caption)}</div>'
+
+
+def _control(name: str, info: Any, value: Any, live: bool) -> Any:
     import ipywidgets as widgets
 
     wide = {"style": {"description_width": "12em"}, "layout": widgets.Layout(width="36em")}
-    extra = field.json_schema_extra or {}
+    extra = info.json_schema_extra or {}
     if "slider" in extra:
         limits = extra["slider"]
-        kind = widgets.IntSlider if field.annotation is int else widgets.FloatSlider
+        kind = widgets.IntSlider if info.annotation is int else widgets.FloatSlider
         return kind(
             value=value, min=limits["low"], max=limits["high"], step=limits["step"], description=name, continuous_update=live,
-            tooltip=field.description, **wide,
+            tooltip=info.description, **wide,
         )  # fmt: skip
-    if typing.get_origin(field.annotation) is typing.Literal:
-        return widgets.Dropdown(options=list(typing.get_args(field.annotation)), value=value, description=name, **wide)
-    if field.annotation is bool and extra.get("control"):
+    if typing.get_origin(info.annotation) is typing.Literal:
+        return widgets.Dropdown(options=list(typing.get_args(info.annotation)), value=value, description=name, **wide)
+    if info.annotation is bool and extra.get("control"):
         return widgets.Checkbox(value=value, description=name, **wide)
     return None
