@@ -21,7 +21,7 @@ def draw(result: Result) -> Figure:
     """Draw perplexity and bytes with one row per setting, and the answers below in the same order."""
     import matplotlib.pyplot as plt
 
-    figure = plt.figure(figsize=(7.2, 4.7))
+    figure = plt.figure(figsize=(9.2, 4.7))
     grid = figure.add_gridspec(2, 2, height_ratios=[2.4, 1.35])
     scores = figure.add_subplot(grid[0, 0])
     _scores(scores, result)
@@ -76,7 +76,8 @@ def _bytes(axis: Axes, result: Result) -> None:
     axis.set_xlim(0, held.max() * 1.32)
     axis.set(xlabel="KiB per token, K and V of all layers")
     axis.set_title("Memory")
-    axis.legend(loc="lower right")
+    # Below FP16's long bar and right of the shorter ones there is room whatever the settings give.
+    axis.legend(loc="center right", bbox_to_anchor=(1.0, 0.42))
 
 
 def _answers(axis: Axes, result: Result) -> None:
@@ -89,6 +90,6 @@ def _answers(axis: Axes, result: Result) -> None:
         # A dollar would start a formula, and the house font has no glyph for every script.
         answer = row["answer"].encode("ascii", "replace").decode().replace("$", r"\$")
         axis.text(0.0, y, name, color=colour, weight="bold", transform=axis.transAxes, va="center", fontsize=7.5)
-        axis.text(0.165, y, str(row["first_tokens_equal"]), ha="right", transform=axis.transAxes, va="center", fontsize=7.5)
-        shown = textwrap.shorten(answer, 104, placeholder=" ...") or "(nothing)"
-        axis.text(0.185, y, shown, transform=axis.transAxes, va="center", fontsize=7.5)
+        axis.text(0.155, y, str(row["first_tokens_equal"]), ha="right", transform=axis.transAxes, va="center", fontsize=7.5)
+        shown = textwrap.shorten(answer, 118, placeholder=" ...") or "(nothing)"
+        axis.text(0.17, y, shown, transform=axis.transAxes, va="center", fontsize=7.5)

@@ -134,14 +134,17 @@ class AttentionStatistics:
         logit = torch.zeros(query.shape[1], len(sizes), dtype=torch.float64)
         mass = torch.zeros_like(logit)
         for start in range(first, seq_len, self.query_block):
-            rows = query[0, :, start : start + self.query_block].float()
+            rows = query[0, :, start : start + self.query_block].float() * scaling
             stop = start + rows.shape[1]
-            scores = rows @ key[:, :stop].transpose(1, 2) * scaling
-            future = torch.ones(rows.shape[1], stop, dtype=torch.bool, device=scores.device).triu(start + 1)
-            weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+            scores = rows @ key[:, :stop].transpose(1, 2)
+            # Sums over the keys of one row stay in float32; rows are added in float64. All counted keys lie in the past.
             for group, (a, b) in enumerate(pairwise(self.edges)):
-                logit[:, group] += scores[:, :, a:b].double().sum((1, 2)).cpu()
-                mass[:, group] += weights[:, :, a:b].double().sum((1, 2)).cpu()
+                logit[:, group] += scores[:, :, a:b].sum(-1).double().sum(1).cpu()
+            future = torch.ones(rows.shape[1], rows.shape[1], dtype=torch.bool, device=scores.device).triu(1)
+            scores[:, :, start:].masked_fill_(future, float("-inf"))
+            weights = scores.softmax(-1)
+            for group, (a, b) in enumerate(pairwise(self.edges)):
+                mass[:, group] += weights[:, :, a:b].sum(-1).double().sum(1).cpu()
         queries = seq_len - first
         self.logit[layer] = logit / (queries * torch.tensor(sizes, dtype=torch.float64))
         self.mass[layer] = mass / queries
