@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -37,7 +39,7 @@ def test_attention_equals_eager_maps(tiny_llama, ids, query_block):
     torch.testing.assert_close(captured, eager.last_hidden_state, rtol=1e-4, atol=1e-5)
     for layer, maps in enumerate(eager.attentions):
         rows = maps[0, :, 32:].double()
-        want = torch.stack([rows[:, :, a:b].sum(-1).mean(1) for a, b in zip(edges, edges[1:], strict=False)], dim=1)
+        want = torch.stack([rows[:, :, a:b].sum(-1).mean(1) for a, b in itertools.pairwise(edges)], dim=1)
         torch.testing.assert_close(statistics.mass[layer], want, rtol=1e-5, atol=1e-7)
 
 
