@@ -16,10 +16,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from wqlab.errors import ParameterError, WqlabError
+from wqlab.progress import listening
 
 app = typer.Typer(
     name="wqlab",
@@ -84,7 +85,7 @@ def figure(stem: str, parameter: Pairs = None, out: Out = Path("figures")) -> No
     paths.output_dir(out)
     with _fetch_bar() as progress:
         experiments.fetch_parts(stem, given, progress)
-    with _spinner(f"{stem}: computing"):
+    with _bar(stem):
         result = experiments.run(stem, **given)
         files = save(result, figures.draw(result), out)
     for path in files.values():
@@ -139,16 +140,20 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def lab(context: typer.Context) -> None:
+def lab(
+    context: typer.Context,
+    copy_to: Annotated[Path | None, typer.Option(help="Work on copies in this folder; notebooks already there are kept.")] = None,
+) -> None:
     """Open the notebooks in JupyterLab; further options go to JupyterLab (for example --no-browser)."""
     from wqlab import paths
 
     folder = paths.shipped("notebooks")
-    if paths.checkout() is None:
-        # Site-packages is no place to work in: copy, but never over a notebook that somebody changed.
-        target = paths.output_dir("wqlab-notebooks")
+    if copy_to is None and paths.checkout() is None:
+        copy_to = Path("wqlab-notebooks")  # site-packages is no place to work in
+    if copy_to is not None:
+        target = paths.output_dir(copy_to)
         for source in folder.glob("*.ipynb"):
-            if not (target / source.name).exists():
+            if not (target / source.name).exists():  # never over a notebook that somebody changed
                 shutil.copy(source, target)
         folder = target
     typer.echo(f"notebooks: {folder}")
@@ -213,7 +218,7 @@ def bench(
     if quick and out is None:
         raise ParameterError("a quick bench is not for keeping: name a folder with --out")
     room.get(words[0])
-    with _spinner(f"{words[0]}: measuring"):
+    with _bar(words[0]):
         path = room.run(words[0], out, quick=quick)
     typer.echo(path)
 
@@ -262,17 +267,13 @@ def _pairs(given: list[str] | None) -> dict[str, Any]:
 
 
 @contextmanager
-def _spinner(text: str) -> Iterator[None]:
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        console=_err,
-        disable=not _err.is_terminal,
-        transient=True,
-    ) as bar:
-        bar.add_task(text)
-        yield
+def _bar(text: str) -> Iterator[None]:
+    """Show what runs, how far it is where it reports, and for how long. Only on a terminal."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=_err, disable=not _err.is_terminal, transient=True) as bar:
+        task = bar.add_task(text, total=None)
+        with listening(lambda what, done, total: bar.update(task, description=f"{text}: {what}", completed=done, total=total)):
+            yield
 
 
 @contextmanager
@@ -291,19 +292,24 @@ def _fetch_bar() -> Iterator[Callable[[str, int, int], None]]:
 
 @contextmanager
 def _steps(text: str) -> Iterator[Callable[[str, str, str], None]]:
-    """Print a line per finished or failed stem; on a terminal show what runs as well."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    """Print a line per finished or failed stem; on a terminal show what runs and how many are done as well."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=_err, disable=not _err.is_terminal, transient=True) as bar:
+        overall = bar.add_task(text)
         running: dict[str, Any] = {}
         began: dict[str, float] = {}
 
         def tell(stem: str, event: str, detail: str) -> None:
+            if event == "planned":
+                bar.update(overall, total=int(detail))
+                return
             if event == "started":
                 began[stem] = time.perf_counter()
-                running[stem] = bar.add_task(stem)
+                running[stem] = bar.add_task(stem, total=None)
                 return
             if stem in running:
                 bar.remove_task(running.pop(stem))
+            bar.advance(overall)
             seconds = f" ({time.perf_counter() - began[stem]:.1f} s)" if stem in began else ""
             stream = _err if event == "failed" else _out
             stream.print(f"{event:8s} {stem}{seconds}: {_one_line(detail)}", highlight=False, soft_wrap=True, markup=False)

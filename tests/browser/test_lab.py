@@ -51,7 +51,7 @@ def lab(tmp_path):
     ]
     with (tmp_path / "lab.log").open("w") as log:
         server = subprocess.Popen(
-            [sys.executable, "-m", "wqlab.cli", "lab", *options],
+            [sys.executable, "-m", "wqlab.cli", "lab", "--copy-to", "notebooks", *options],
             env={**os.environ, **folders},
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -21,7 +21,7 @@ from wqlab.profile import environment
 
 log = logging.getLogger(__name__)
 
-#: Called with (stem, event, detail): event is ``kept``, ``started``, ``finished`` or ``failed``.
+#: Called with (stem, event, detail): event is ``kept``, ``started``, ``finished`` or ``failed``; ``planned`` comes first, with how many.
 Listener = Callable[[str, str, str], None]
 Fetching = Callable[[], AbstractContextManager[Callable[[str, int, int], None] | None]]
 
@@ -126,6 +126,7 @@ def reproduce(
     folder = paths.output_dir(out)
     journal = _Journal(folder, chosen, quick)
     report = Report(out=folder, kept=list(journal.done))
+    tell("", "planned", str(len(chosen)))
     for stem in report.kept:
         tell(stem, "kept", "finished by the interrupted run before this one")
     given: dict[str, Any] = {"quick": True} if quick else {}

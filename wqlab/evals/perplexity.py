@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wqlab import progress
 from wqlab.errors import NonFiniteError, ParameterError
 from wqlab.hf import cache_argument
 
@@ -83,6 +84,7 @@ def perplexity(model: Any, input_ids: Tensor, cache_factory: Callable[[], Any], 
         if not bool(torch.isfinite(nll).all()):
             raise NonFiniteError(f"tokens {start} to {start + chunk}: the model gives a log-likelihood that is not finite")
         scores.append(nll)
+        progress.report("tokens scored", min(start + chunk, input_ids.shape[1]), input_ids.shape[1])
     nll = torch.cat(scores, dim=1)
     mean = float(nll.double().mean())
     return Perplexity(nll, mean, math.exp(mean), cache.report() if hasattr(cache, "report") else {}, cache)

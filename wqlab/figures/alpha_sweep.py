@@ -34,7 +34,7 @@ def draw(result: Result) -> Figure:
     s_i = per_layer.drop_duplicates("layer")["s_i"]
     curves.plot(s_i, [0.0] * len(s_i), "|", color="black", markersize=9, clip_on=False, label=label("layers' s_i", result, "s_i"))
     curves.set(title=f"Thresholds at alpha = {alpha:g}", xlabel="s_i", ylabel="window similarity", xlim=(0, 1), ylim=(0, 1))
-    curves.legend(loc="upper left", fontsize=7)
+    curves.legend(loc="upper left", fontsize=7, frameon=True, framealpha=0.8, edgecolor="none", borderpad=0.2)
 
     # Stairs are one artist per width where bars are one per layer: a slider must be followed at once.
     bottom = np.zeros(len(s_i))
@@ -53,13 +53,12 @@ def draw(result: Result) -> Figure:
     for bits in (16, 4, 2):
         rows = shares[shares["bits"] == bits]
         sweep.plot(
-            rows["alpha"], 100 * rows["share"], color=BIT_COLOURS[bits], label=label(_NAMES[bits], result, "share"),
+            rows["alpha"], 100 * rows["share"], color=BIT_COLOURS[bits],
             linestyle=style["linestyle"], marker=style["marker"], markersize=2.5,
         )  # fmt: skip
     sweep.axvline(alpha, color="0.35", linewidth=1, linestyle=":")
-    sweep.set(title="Mix over all layers", xlabel="alpha", ylabel="share of windows (%)", ylim=(-3, 103))
+    sweep.set(title="Mix over all layers", xlabel="alpha", ylabel=label("share of windows, %", result, "share"), ylim=(-3, 103))
     sweep.set_xscale("log")
     sweep.set_xticks([0.1, 0.5, 2, 10], ["0.1", "0.5", "2", "10"])
     sweep.minorticks_off()
-    sweep.legend(loc="center left", fontsize=7)
     return figure

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from wqlab import progress
 from wqlab.errors import NonFiniteError, ParameterError, UnsupportedError
 from wqlab.windows.importance import ImportanceMeter
 
@@ -85,6 +86,7 @@ def capture_importance(model: nn.Module) -> Iterator[list[LayerImportance]]:
             try:
                 meters[index].after_residual.update(h, h + attended)
                 meters[index].attention_output.update(h, attended)
+                progress.report("layers", index + 1, len(meters))
             except NonFiniteError as error:
                 raise NonFiniteError(f"layer {index}: {error}") from error
 
@@ -161,7 +163,9 @@ def _capturing_attention(
 ) -> Any:
     if _active is not None:
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        _active.add(int(module.layer_idx), query, key, float(scaling))  # type: ignore[arg-type]
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        _active.add(layer, query, key, float(scaling))
+        progress.report("layers", layer + 1, int(module.config.num_hidden_layers))  # type: ignore[union-attr, arg-type]
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
