@@ -21,7 +21,8 @@ from wqlab.profile import environment
 
 log = logging.getLogger(__name__)
 
-#: Called with (stem, event, detail): event is ``kept``, ``started``, ``finished`` or ``failed``; ``planned`` comes first, with how many.
+#: Called with (stem, event, detail): event is ``kept``, ``started``, ``finished`` or ``failed``; ``planned`` comes first,
+#: with how many.
 Listener = Callable[[str, str, str], None]
 Fetching = Callable[[], AbstractContextManager[Callable[[str, int, int], None] | None]]
 
