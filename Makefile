@@ -1,6 +1,6 @@
 # Two commands do everything on a fresh machine; each makes .venv first when it is missing.
 #
-#   make reproduce            all figures, into figures/        (QUICK=1: smaller inputs, into figures/quick; JOBS=2: two at a time)
+#   make reproduce            all figures, into figures/        (QUICK=1: smaller inputs, into figures/quick; JOBS=2: two at a time; OUT=folder)
 #   make test                 the tests, without those that are slow or need a browser or a GPU
 #
 # More: make test-all | lint | lab.  Another interpreter: make test PYTHON=python3.12.  Another environment: VENV=path
@@ -9,6 +9,7 @@ VENV   ?= .venv
 PYTHON ?= python3
 QUICK  ?=
 JOBS   ?= 1
+OUT    ?=
 
 RUN  := $(VENV)/bin/python -m
 # Stamps are written last, so an environment that is half made does not count as made.
@@ -22,7 +23,7 @@ help:
 	@sed -n 's/^#  *//p;/^$$/q' Makefile
 
 reproduce: $(BASE)
-	$(VENV)/bin/wqlab reproduce --jobs $(JOBS) $(if $(filter-out 0,$(QUICK)),--quick)
+	$(VENV)/bin/wqlab reproduce --jobs $(JOBS) $(if $(filter-out 0,$(QUICK)),--quick) $(if $(OUT),--out $(OUT))
 
 test: $(TEST)
 	$(RUN) pytest -m "not slow and not browser and not gpu"

@@ -71,10 +71,3 @@ def test_sizes_recomputed_from_shapes_are_the_published_ones() -> None:
         assert millions == pytest.approx(data.loc[name, "published_million_parameters"], rel=0.01), name
         assert shape.num_attention_heads % shape.num_kv_heads == 0, name
         assert shape.num_attention_heads * shape.head_dim == shape.hidden_size, name
-
-
-def test_no_machine_path_in_the_data() -> None:
-    for path in [*FOLDER.iterdir(), *(paths.shipped("data") / "claims").iterdir()]:
-        text = path.read_text(encoding="utf-8")
-        assert "/work/" not in text
-        assert "/home/" not in text

@@ -144,6 +144,12 @@ def test_what_is_no_notebook_and_who_is_no_stem(tmp_path):
         execute("alpha_swep", tmp_path, {}, broken)
 
 
+def test_a_relative_folder_means_the_readers_not_the_kernels(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    execute("kv_memory", "here", {"quick": True})
+    assert (tmp_path / "here" / "kv_memory.json").is_file()
+
+
 def test_an_output_folder_that_is_a_file(tmp_path):
     (tmp_path / "out").write_text("")
     with pytest.raises(OutputError, match="cannot write"):

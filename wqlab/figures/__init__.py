@@ -7,6 +7,7 @@ Each module registers ``draw(result) -> Figure`` under its stem. Evidence is sho
 from __future__ import annotations
 
 import textwrap
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -44,6 +45,13 @@ def caption(result: Result) -> str:
     return " ".join([*lines, *result.notes])
 
 
+def style() -> AbstractContextManager[None]:
+    """Return the house style as a context: ticks and texts take the style that holds when they are made."""
+    import matplotlib.pyplot as plt
+
+    return plt.style.context(STYLE)
+
+
 def draw(result: Result, with_caption: bool = True) -> Figure:
     """Draw the figure of `result.stem` in the house style.
 
@@ -62,10 +70,12 @@ def draw(result: Result, with_caption: bool = True) -> Figure:
     import matplotlib.pyplot as plt
 
     function = registry.lookup("figure", result.stem)
-    with plt.style.context(STYLE):
+    with style():
         figure: Figure = function(result)
         if with_caption:
             _add_caption(figure, caption(result))
+            # Ticks are made when a figure is first laid out, in the style of that moment: a notebook shows it later, without ours.
+            figure.draw_without_rendering()
     plt.close(figure)  # the caller owns it; pyplot must not show it a second time in a notebook
     return figure
 
@@ -82,9 +92,7 @@ def write(figure: Figure, target: Path | IO[bytes], **options: Any) -> None:
     **options
         For ``Figure.savefig``.
     """
-    import matplotlib.pyplot as plt
-
-    with plt.style.context(STYLE):  # the salt of SVG ids is read when the file is written
+    with style():  # the salt of SVG ids is read when the file is written
         figure.savefig(target, **options)
 
 

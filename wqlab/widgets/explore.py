@@ -6,7 +6,7 @@ import html
 import io
 import typing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -14,6 +14,9 @@ from PIL import Image
 
 from wqlab import experiments, figures
 from wqlab.errors import WqlabError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass
@@ -31,7 +34,11 @@ class Renderer:
     def render(self, parameters: dict[str, Any]) -> tuple[bytes, str]:
         """Run the experiment and return its figure and, as text, its caption."""
         result = experiments.run(self.stem, **parameters)
-        figure = figures.draw(result, with_caption=False)
+        with figures.style():
+            return self._paint(figures.draw(result, with_caption=False)), figures.caption(result)
+
+    def _paint(self, figure: Figure) -> bytes:
+        """Return the figure as PNG, with the axes where they were before while the size is the same."""
         size = tuple(figure.get_size_inches())
         known = size == self.size and len(self.places) == len(figure.axes)
         if known:
@@ -46,7 +53,7 @@ class Renderer:
         buffer = io.BytesIO()
         pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
         Image.fromarray(pixels).save(buffer, format="png", compress_level=1)
-        return buffer.getvalue(), figures.caption(result)
+        return buffer.getvalue()
 
 
 def explore(stem: str, **given: Any) -> Any:
