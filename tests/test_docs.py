@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -30,14 +31,22 @@ def test_each_number_in_the_findings_is_the_sidecars(stem, name, text):
     assert abs(float(number) - value) <= tolerance
 
 
-def test_words_of_the_command_that_the_readme_shows_exist():
+def test_words_and_stems_that_the_readme_shows_exist():
     text = (ROOT / "README.md").read_text()
-    words = set(re.findall(r"wqlab (reproduce|figure|list|doctor|lab|models|bench|claims|\w+)(?: |`|$)", text))
     known = {command.name or command.callback.__name__ for command in cli.app.registered_commands} | {"models"}
-    known = {word.rstrip("_") for word in known}
-    assert {"reproduce", "figure", "claims"} <= words & known
-    stems = set(re.findall(r"wqlab (?:figure|reproduce) ([a-z]\w+)", text))
-    assert stems <= set(experiments.stems())
+    words = set(re.findall(r"(?:`|\$ )wqlab ([a-z]+)", text))
+    assert {"reproduce", "figure", "claims", "list", "doctor", "models", "bench"} <= words <= known
+    assert set(re.findall(r"wqlab figure ([a-z]\w+)", text)) <= set(experiments.stems())
+    assert set(re.findall(r"\| `(\w+)` \|", text)) == set(experiments.stems())
+
+
+def test_the_counts_that_the_readme_shows_are_the_ledgers():
+    shown = re.search(r"^(\d+) claims: ([^.]*?)\n\.\.\.", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert shown is not None
+    rows = claims.judge_all()
+    counted = Counter(row["verdict"] for row in rows)
+    assert int(shown[1]) == len(rows)
+    assert {verdict: int(count) for count, verdict in re.findall(r"(\d+) (\w+)", shown[2])} == dict(counted)
 
 
 def test_verdicts_are_explained():
