@@ -1,4 +1,4 @@
-"""How long the house takes: import, the main job, its quick form, the tests, and one move of a slider. Measured from outside."""
+"""How long the house takes: import, loading the model, a slider, the main job and the tests. From outside."""
 
 from __future__ import annotations
 
@@ -29,6 +29,17 @@ renderer.render({})
 for step in range(21):
     start = time.perf_counter()
     renderer.render({name: low + (high - low) * step / 20})
+    print(time.perf_counter() - start)
+"""
+
+
+#: Prints seconds per load once transformers' own lazy imports are done by the first.
+_LOAD = """
+import sys, time, wqlab
+wqlab.load("smollm2", dtype=sys.argv[1])
+for _ in range(5):
+    start = time.perf_counter()
+    wqlab.load("smollm2", dtype=sys.argv[1])
     print(time.perf_counter() - start)
 """
 
@@ -88,12 +99,12 @@ class HouseBench(Bench):
     """Each case in processes of its own, on a machine that should be quiet."""
 
     name = "house"
-    description = "import, make reproduce, QUICK=1, make test, and slider redraws: seconds and peak memory"
+    description = "import, loading SmolLM2, slider redraws, make reproduce, QUICK=1 and make test: seconds and peak memory"
     columns = {  # noqa: RUF012
         "case": "what was run",
         "repeat": "number of the repetition, from 0",
         "seconds": "wall time, s",
-        "peak_memory_gb": "largest resident memory over all its processes, GB (0 for a slider: its process is not sampled)",
+        "peak_memory_gb": "largest resident memory over all its processes, GB (0 where only a part of a process is timed)",
     }
 
     def measure(self, quick: bool = False) -> pd.DataFrame:
@@ -106,6 +117,9 @@ class HouseBench(Bench):
         for stem, name, low, high in (("alpha_sweep", "alpha", "0.5", "10"), ("kv_memory", "seconds", "5", "50")):
             printed = timed([sys.executable, "-c", _REDRAW, stem, name, low, high])[2].split()
             rows += [(f"slider {stem}", i, float(seconds), 0.0) for i, seconds in enumerate(printed)]
+        for dtype in ("float32", "float16"):
+            printed = timed([sys.executable, "-c", _LOAD, dtype])[2].split()
+            rows += [(f"load smollm2, {dtype}", i, float(seconds), 0.0) for i, seconds in enumerate(printed)]
         make = ["make", f"VENV={sys.prefix}"]
         with tempfile.TemporaryDirectory() as folder:
             out = f"OUT={folder}"

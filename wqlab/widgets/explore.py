@@ -16,6 +16,7 @@ from wqlab import experiments, figures
 from wqlab.errors import WqlabError
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -43,17 +44,27 @@ class Renderer:
         known = size == self.size and len(self.places) == len(figure.axes)
         if known:
             figure.set_layout_engine("none")
-            for axes, place in zip(figure.axes, self.places, strict=True):
+            for axes, (place, x_label, y_label) in zip(figure.axes, self.places, strict=True):
                 axes.set_position(place)
+                axes.xaxis.set_label_coords(*x_label)
+                axes.yaxis.set_label_coords(*y_label)
         # Not savefig: with a layout engine it draws everything twice.
         canvas = FigureCanvasAgg(figure)
         canvas.draw()  # type: ignore[no-untyped-call]
         if not known:
-            self.size, self.places = size, [axes.get_position() for axes in figure.axes]
+            self.size, self.places = size, [_places(axes) for axes in figure.axes]
         buffer = io.BytesIO()
         pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
         Image.fromarray(pixels).save(buffer, format="png", compress_level=1)
         return buffer.getvalue()
+
+
+def _places(axes: Axes) -> tuple[Any, Any, Any]:
+    """Return where drawing put the axes, and the labels of its x and y axis in the axes' own coordinates."""
+    inside = axes.transAxes.inverted()
+    labels = (axes.xaxis.label, axes.yaxis.label)
+    x_label, y_label = (inside.transform(label.get_transform().transform(label.get_position())) for label in labels)
+    return axes.get_position(), x_label, y_label
 
 
 def explore(stem: str, **given: Any) -> Any:
