@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -34,6 +35,8 @@ app.add_typer(models_app, name="models")
 
 #: What typer raises for a line that it cannot understand. Newer releases carry a click of their own, so it is named through typer.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
+#: The shell's exit code for Ctrl-C.
+_INTERRUPTED = 130
 # Off a terminal rich assumes 80 columns and would fold tables that go to a file or a pipe.
 _out = Console(width=None if sys.stdout.isatty() else 220)
 _err = Console(stderr=True)
@@ -197,7 +200,7 @@ def models_fetch(
 def bench(
     words: Annotated[list[str], typer.Argument(metavar="NAME | show NAME", help="A bench to run, or a record to show.")],
     gpu: Annotated[str, typer.Option(help="With show: whose record.")] = "cpu",
-    out: Annotated[Path | None, typer.Option(help="Folder for the record; default data/recorded of the checkout.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of records; default data/recorded.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Smaller; needs --out, because it is not for keeping.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -206,7 +209,7 @@ def bench(
     from wqlab import records
 
     if words[0] == "show" and len(words) == 2:
-        record = records.read(words[1], gpu)
+        record = records.read(words[1], gpu, out)
         if as_json:
             _json({"provenance": record.provenance, "rows": json.loads(record.data.to_json(orient="records"))})
             return
@@ -325,6 +328,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 an error with one line on stderr, 2 a line that cannot be understood."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
+    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # its errors arrive as exceptions and are told once
     try:
         result = app([w for w in words if w != "--debug"], standalone_mode=False, prog_name="wqlab")
         code = result if isinstance(result, int) else 0
@@ -334,8 +338,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"wqlab: {message} (see wqlab --help)", file=sys.stderr)
         code = 2
     except (typer.Abort, KeyboardInterrupt):
-        print("wqlab: interrupted; what was finished stays, run the same line again to go on", file=sys.stderr)
-        code = 130
+        code = _INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe (head, less) has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
@@ -345,6 +348,8 @@ def main(arguments: list[str] | None = None) -> None:
         kind = "" if isinstance(error, WqlabError) else f"internal error, please report it ({type(error).__name__}): "
         print(f"wqlab: {kind}{_one_line(error)}", file=sys.stderr)
         code = 1
+    if code == _INTERRUPTED:  # by its exit code, because some releases of typer turn Ctrl-C into it and others raise
+        print("wqlab: interrupted; what was finished stays, run the same line again to go on", file=sys.stderr)
     sys.exit(code)
 
 

@@ -154,3 +154,10 @@ def test_an_output_folder_that_is_a_file(tmp_path):
     (tmp_path / "out").write_text("")
     with pytest.raises(OutputError, match="cannot write"):
         execute("alpha_sweep", tmp_path / "out", {})
+
+
+def test_a_kernel_that_dies_is_an_error_of_its_notebook(tmp_path):
+    die = nbformat.v4.new_code_cell("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    path = edited(tmp_path, "alpha_sweep", lambda cells: cells.insert(2, die))
+    with pytest.raises(NotebookError, match="its kernel died"):
+        execute("alpha_sweep", tmp_path / "out", {}, path)

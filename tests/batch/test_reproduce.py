@@ -100,3 +100,20 @@ def test_a_killed_run_is_continued(tmp_path):
     assert (tmp_path / "alpha_sweep.json").read_bytes() == first
     assert (tmp_path / "kv_memory.svg").is_file()
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".staging")], "what the killed run left was not cleared"
+
+
+def test_ctrl_c_ends_at_once_and_what_is_finished_stays(tmp_path):
+    line = [sys.executable, "-m", "wqlab.cli", "reproduce", *STEMS, "--quick", "--out", str(tmp_path)]
+    running = subprocess.Popen(line, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 300
+    while not list(tmp_path.glob(".staging-kv_memory-*/kv_memory.ipynb")):  # the second notebook is running
+        assert running.poll() is None, "the run ended before it was interrupted"
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    running.send_signal(signal.SIGINT)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "interrupted; what was finished stays" in err
+    assert "Traceback" not in err
+    assert (tmp_path / "alpha_sweep.json").is_file()
+    assert (tmp_path / ".reproduce.json").is_file()

@@ -95,6 +95,7 @@ def execute(stem: str, out: Path | str, given: Mapping[str, Any], notebook: Path
         When `out` cannot be written.
     """
     import papermill
+    from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
 
     experiments.get(stem)  # an unknown stem is the first thing to say
@@ -119,6 +120,11 @@ def execute(stem: str, out: Path | str, given: Mapping[str, Any], notebook: Path
                 cwd=str(staging),
                 extra_arguments=["--log-level=ERROR"],  # the kernel's start-up warnings say nothing about the notebook
             )
+        except DeadKernelError as error:
+            kept = _keep(running, done.with_suffix(".failed.ipynb"))
+            raise NotebookError(
+                f"notebook {stem}: its kernel died, often for lack of memory; try --quick or fewer --jobs (as far as it ran: {kept})"
+            ) from error
         except PapermillExecutionError as error:
             kept = _keep(running, done.with_suffix(".failed.ipynb"))
             raise NotebookError(f"notebook {stem} failed: {error.ename}: {error.evalue} (as far as it ran: {kept})") from error

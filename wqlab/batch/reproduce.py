@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from wqlab import experiments, paths, records
 from wqlab.batch.notebooks import execute, notebook_path
 from wqlab.batch.save import SUFFIXES
@@ -69,6 +71,16 @@ def fingerprint() -> str:
     for file in files:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
+
+
+def _stop_kernels() -> None:
+    """End the kernels of this process: they run in sessions of their own, so Ctrl-C at the terminal does not reach them."""
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if any("ipykernel" in word for word in child.cmdline()):
+                child.kill()
+        except psutil.NoSuchProcess:
+            continue
 
 
 def _whole(out: Path, stem: str) -> bool:
@@ -151,17 +163,22 @@ def reproduce(
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, environment.hardware()["cores"] // jobs)))
     with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
         running = {pool.submit(one, stem): stem for stem in todo}
-        for future in as_completed(running):
-            stem = running[future]
-            try:
-                future.result()
-            except WqlabError as error:
-                report.failed[stem] = error
-                tell(stem, "failed", str(error))
-            else:
-                report.finished.append(stem)
-                journal.finish(stem)
-                tell(stem, "finished", ", ".join(f"{stem}{s}" for s in SUFFIXES))
+        try:
+            for future in as_completed(running):
+                stem = running[future]
+                try:
+                    future.result()
+                except WqlabError as error:
+                    report.failed[stem] = error
+                    tell(stem, "failed", str(error))
+                else:
+                    report.finished.append(stem)
+                    journal.finish(stem)
+                    tell(stem, "finished", ", ".join(f"{stem}{s}" for s in SUFFIXES))
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            _stop_kernels()
+            raise
     if not report.failed:
         journal.close()
     return report
