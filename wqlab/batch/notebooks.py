@@ -123,7 +123,7 @@ def execute(stem: str, out: Path | str, given: Mapping[str, Any], notebook: Path
         except DeadKernelError as error:
             kept = _keep(running, done.with_suffix(".failed.ipynb"))
             raise NotebookError(
-                f"notebook {stem}: its kernel died, often for lack of memory; try --quick or fewer --jobs (as far as it ran: {kept})"
+                f"notebook {stem}: its kernel died, often for lack of memory; try --quick or fewer --jobs (it ran so far: {kept})"
             ) from error
         except PapermillExecutionError as error:
             kept = _keep(running, done.with_suffix(".failed.ipynb"))
