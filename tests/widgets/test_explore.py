@@ -7,7 +7,7 @@ from PIL import Image
 
 from wqlab import experiments
 from wqlab.errors import ParameterError
-from wqlab.widgets.explore import Renderer, explore
+from wqlab.widgets.explore import explore
 
 
 def pixels(png):
@@ -26,7 +26,7 @@ def test_a_slider_redraws_and_another_value_is_another_picture():
     assert image.value != before
     assert np.abs(pixels(image.value) - pixels(before)).max() > 50
     controls(box)["alpha"].value = 2.0
-    np.testing.assert_allclose(pixels(image.value), pixels(before), atol=80)  # places found once may round differently
+    assert np.abs(pixels(image.value) - pixels(before)).mean() < 0.5
 
 
 @pytest.mark.parametrize("stem", experiments.stems())
@@ -68,12 +68,3 @@ def test_bad_start_values_are_refused():
         explore("alpha_sweep", alpha=-1)
     with pytest.raises(ParameterError):
         explore("alpha_sweep", alhpa=1)
-
-
-def test_places_are_kept_while_the_size_is():
-    renderer = Renderer("alpha_sweep")
-    renderer.render({"alpha": 1.0})
-    places = renderer.places
-    assert len(places) == 3
-    renderer.render({"alpha": 5.0})
-    assert renderer.places is places

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: Prints seconds per redraw of a stem's figure, one per slider position; a process of its own, as a notebook's kernel is.
 _REDRAW = """
 import sys, time
-from wqlab.widgets.explore import Renderer
+from wqlab.widgets.render import Renderer
 stem, name, low, high = sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4])
 renderer = Renderer(stem)
 renderer.render({})

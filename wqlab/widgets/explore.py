@@ -3,68 +3,12 @@
 from __future__ import annotations
 
 import html
-import io
 import typing
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from PIL import Image
-
-from wqlab import experiments, figures
+from wqlab import experiments
 from wqlab.errors import WqlabError
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
-@dataclass
-class Renderer:
-    """Draws one stem again and again, as PNG bytes at screen resolution.
-
-    Finding room for all labels costs matplotlib as much as drawing. The axes' places are found once and used again while the
-    figure keeps its size, so that a slider is followed at once.
-    """
-
-    stem: str
-    size: tuple[float, float] | None = None
-    places: list[Any] = field(default_factory=list)
-
-    def render(self, parameters: dict[str, Any]) -> tuple[bytes, str]:
-        """Run the experiment and return its figure and, as text, its caption."""
-        result = experiments.run(self.stem, **parameters)
-        with figures.style():
-            return self._paint(figures.draw(result, with_caption=False)), figures.caption(result)
-
-    def _paint(self, figure: Figure) -> bytes:
-        """Return the figure as PNG, with the axes where they were before while the size is the same."""
-        size = tuple(figure.get_size_inches())
-        known = size == self.size and len(self.places) == len(figure.axes)
-        if known:
-            figure.set_layout_engine("none")
-            for axes, (place, x_label, y_label) in zip(figure.axes, self.places, strict=True):
-                axes.set_position(place)
-                axes.xaxis.set_label_coords(*x_label)
-                axes.yaxis.set_label_coords(*y_label)
-        # Not savefig: with a layout engine it draws everything twice.
-        canvas = FigureCanvasAgg(figure)
-        canvas.draw()  # type: ignore[no-untyped-call]
-        if not known:
-            self.size, self.places = size, [_places(axes) for axes in figure.axes]
-        buffer = io.BytesIO()
-        pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
-        Image.fromarray(pixels).save(buffer, format="png", compress_level=1)
-        return buffer.getvalue()
-
-
-def _places(axes: Axes) -> tuple[Any, Any, Any]:
-    """Return where drawing put the axes, and the labels of its x and y axis in the axes' own coordinates."""
-    inside = axes.transAxes.inverted()
-    labels = (axes.xaxis.label, axes.yaxis.label)
-    x_label, y_label = (inside.transform(label.get_transform().transform(label.get_position())) for label in labels)
-    return axes.get_position(), x_label, y_label
+from wqlab.widgets.render import Renderer
 
 
 def explore(stem: str, **given: Any) -> Any:
