@@ -83,6 +83,18 @@ def test_unknown_stems_and_bad_folders_are_refused_before_anything_runs(no_kerne
     assert no_kernels.made == []
 
 
+def test_notebooks_side_by_side_into_a_relative_folder(tmp_path, monkeypatch):
+    """Each in a kernel of its own; papermill's working directory is the whole process's, so it must not be used."""
+    monkeypatch.chdir(tmp_path)
+    before = os.getcwd()
+    report = room.reproduce(STEMS, "here", quick=True, jobs=2)
+    assert sorted(report.finished) == STEMS
+    assert os.getcwd() == before
+    wanted = {f"{stem}.{s}" for stem in STEMS for s in ("svg", "png", "csv", "json")} | {"notebooks"}
+    assert {p.name for p in (tmp_path / "here").iterdir()} == wanted
+    assert [p.name for p in tmp_path.iterdir()] == ["here"]
+
+
 def test_a_killed_run_is_continued(tmp_path):
     """The real thing: kill -9 after the first figure, then run the same line again."""
     line = [sys.executable, "-m", "wqlab.cli", "reproduce", *STEMS, "--quick", "--out", str(tmp_path)]

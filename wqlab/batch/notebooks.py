@@ -103,11 +103,11 @@ def execute(stem: str, out: Path | str, given: Mapping[str, Any], notebook: Path
     _check_declared(source, given)
     # The values papermill gets are plain: it writes them into the notebook as Python source.
     plain = {name: value for name, value in experiments.validate(stem, given).model_dump(mode="json").items() if name in given}
-    folder = paths.output_dir(out)
+    folder = paths.output_dir(out).resolve()
     done = folder / "notebooks" / f"{stem}.ipynb"
     _clear_stale(folder, stem)
-    # Absolute, because the kernel works in it.
-    staging = paths.output_dir(folder.resolve() / f".staging-{stem}-{os.getpid()}")
+    # No `cwd` for papermill: it would move this whole process there, under the feet of notebooks that run beside this one.
+    staging = paths.output_dir(folder / f".staging-{stem}-{os.getpid()}")
     running = staging / f"{stem}.ipynb"
     try:
         try:
@@ -117,7 +117,6 @@ def execute(stem: str, out: Path | str, given: Mapping[str, Any], notebook: Path
                 {**plain, "out": str(staging)},
                 kernel_name="python3",
                 progress_bar=False,
-                cwd=str(staging),
                 extra_arguments=["--log-level=ERROR"],  # the kernel's start-up warnings say nothing about the notebook
             )
         except DeadKernelError as error:

@@ -136,9 +136,9 @@ def reproduce(
     for stem in chosen:
         experiments.get(stem)
         notebook_path(stem)
-    folder = paths.output_dir(out)
+    folder = paths.output_dir(out).resolve()
     journal = _Journal(folder, chosen, quick)
-    report = Report(out=folder, kept=list(journal.done))
+    report = Report(out=Path(out), kept=list(journal.done))
     tell("", "planned", str(len(chosen)))
     for stem in report.kept:
         tell(stem, "kept", "finished by the interrupted run before this one")
