@@ -117,7 +117,7 @@ def execute(stem: str, out: Path | str, given: Mapping[str, Any], notebook: Path
                 {**plain, "out": str(staging)},
                 kernel_name="python3",
                 progress_bar=False,
-                extra_arguments=["--log-level=ERROR"],  # the kernel's start-up warnings say nothing about the notebook
+                extra_arguments=["--log-level=CRITICAL"],  # what it says of starting and stopping is not about the notebook
             )
         except DeadKernelError as error:
             kept = _keep(running, done.with_suffix(".failed.ipynb"))
