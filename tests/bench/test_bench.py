@@ -71,3 +71,12 @@ def test_timed_sees_the_time_the_memory_of_children_and_the_output():
 def test_what_fails_has_no_time():
     with pytest.raises(MissingPartError, match="exit code 3: on purpose"):
         house.timed([sys.executable, "-c", "print('on purpose'); raise SystemExit(3)"])
+
+
+def test_memory_that_was_not_sampled_is_missing_and_not_zero(monkeypatch):
+    monkeypatch.setattr(house, "timed", lambda command: (1.5, 0.5, "0.25\n0.5\n"))
+    table = house.HouseBench().measure(quick=True)
+    assert list(table.columns) == list(house.HouseBench.columns)
+    sampled = table["case"].str.startswith("make")
+    assert (table.loc[sampled, "peak_memory_gb"] == 0.5).all()
+    assert table.loc[~sampled, "peak_memory_gb"].isna().all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,9 @@ from wqlab.registry import register
 
 if TYPE_CHECKING:
     import pandas as pd
+
+#: Memory that nobody sampled is missing, not 0.
+_UNMEASURED = math.nan
 
 #: Prints seconds per redraw of a stem's figure, one per slider position; a process of its own, as a notebook's kernel is.
 _REDRAW = """
@@ -104,7 +108,7 @@ class HouseBench(Bench):
         "case": "what was run",
         "repeat": "number of the repetition, from 0",
         "seconds": "wall time, s",
-        "peak_memory_gb": "largest resident memory over all its processes, GB (0 where only a part of a process is timed)",
+        "peak_memory_gb": "largest resident memory over all its processes, GB; empty where it was not sampled",
     }
 
     def measure(self, quick: bool = False) -> pd.DataFrame:
@@ -113,13 +117,13 @@ class HouseBench(Bench):
 
         rows: list[tuple[str, int, float, float]] = []
         for repeat in range(3 if quick else 7):
-            rows.append(("import wqlab", repeat, *timed([sys.executable, "-c", "import wqlab"])[:2]))
+            rows.append(("import wqlab", repeat, timed([sys.executable, "-c", "import wqlab"])[0], _UNMEASURED))
         for stem, name, low, high in (("alpha_sweep", "alpha", "0.5", "10"), ("kv_memory", "seconds", "5", "50")):
             printed = timed([sys.executable, "-c", _REDRAW, stem, name, low, high])[2].split()
-            rows += [(f"slider {stem}", i, float(seconds), 0.0) for i, seconds in enumerate(printed)]
+            rows += [(f"slider {stem}", i, float(seconds), _UNMEASURED) for i, seconds in enumerate(printed)]
         for dtype in ("float32", "float16"):
             printed = timed([sys.executable, "-c", _LOAD, dtype])[2].split()
-            rows += [(f"load smollm2, {dtype}", i, float(seconds), 0.0) for i, seconds in enumerate(printed)]
+            rows += [(f"load smollm2, {dtype}", i, float(seconds), _UNMEASURED) for i, seconds in enumerate(printed)]
         make = ["make", f"VENV={sys.prefix}"]
         with tempfile.TemporaryDirectory() as folder:
             out = f"OUT={folder}"

@@ -153,7 +153,7 @@ class KVMemory(Experiment[KVMemoryParameters]):
             data=data,
             evidence={"gb": counted, "mib": counted, "paper_gb": printed},
             values=_values(),
-            inputs=[Input(name="data/paper/vlm_configs.csv", sha256=records.sha256_file(_configs()))],
+            inputs=[Input(name=f"data/paper/{path.name}", sha256=records.sha256_file(path)) for path in (_configs(), _text())],
             notes=notes,
         )
 
@@ -242,8 +242,12 @@ def _values() -> dict[str, Value]:
 def _printed_visual_gb() -> float:
     import csv
 
-    with (paths.shipped("data") / "paper" / "windowquant_text.csv").open(encoding="utf-8", newline="") as file:
+    with _text().open(encoding="utf-8", newline="") as file:
         return next(float(r["value"]) for r in csv.DictReader(file) if (r["row"], r["column"]) == (NAMED, "visual KV"))
+
+
+def _text() -> Path:
+    return paths.shipped("data") / "paper" / "windowquant_text.csv"
 
 
 def _configs() -> Path:

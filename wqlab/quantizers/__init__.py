@@ -1,7 +1,7 @@
 """Quantizers: how the values of one tensor become codes, and back. One file per published method.
 
-The registry knows each class under kind ``"method"``; a new file in this package that registers one class is picked up by every
-evaluation, bench and figure, and by the contract tests.
+The registry knows each class under kind ``"method"``; a new file in this package that registers one class can be used by name
+wherever a method is chosen (``QuantizedKVCache(method=...)``), and the contract tests run over it.
 """
 
 from __future__ import annotations
