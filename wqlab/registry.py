@@ -19,9 +19,11 @@ _PACKAGES: dict[str, list[str]] = {
     "method": ["wqlab.quantizers"],
     "policy": ["wqlab.cache"],
     "model": ["wqlab.models"],
+    "protocol": ["wqlab.evals.protocols"],
     "bench": ["wqlab.bench"],
     "stem": ["wqlab.experiments"],
     "figure": ["wqlab.figures"],
+    "task": ["wqlab.evals.pocketbench.tasks"],
 }
 _ENTRIES: dict[str, dict[str, Any]] = {kind: {} for kind in _PACKAGES}
 
@@ -34,7 +36,7 @@ def register(kind: str, name: str) -> Callable[[T], T]:
     Parameters
     ----------
     kind : str
-        One of ``method``, ``policy``, ``model``, ``bench``, ``stem``, ``figure``.
+        One of ``method``, ``policy``, ``model``, ``protocol``, ``bench``, ``stem``, ``figure``.
     name : str
         Lower snake case; equal to the module's file name where one file holds one name.
 
