@@ -1,0 +1,307 @@
+"""PocketBench with a quantized cache: every question answered in full precision and with each setting, from one prefill."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from wqlab import paths, progress, records, registry
+from wqlab.errors import MissingPartError, ParameterError
+from wqlab.evals import pocketbench
+from wqlab.evals.protocols import Protocol, Turn
+from wqlab.evals.scoring.journal import RESULT, Answer, Journal
+from wqlab.evals.scoring.settings import FULL, Setting
+from wqlab.evals.scoring.stream import Stream
+from wqlab.evals.scoring.table import summarise_setting, to_table
+from wqlab.evals.threads import polite_threads
+from wqlab.models.pocket import prompt
+from wqlab.models.pocket.vision import NUM_PATCHES
+from wqlab.profile import environment
+from wqlab.types import Granularity
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+#: Rooms whose code decides an answer: a journal of other code is not continued.
+_CODE = ("cache", "evals", "hf", "layouts", "models/pocket", "quantizers")
+#: Videos at a time.
+_BATCH = {"cpu": 2, "cuda": 16}
+
+
+@dataclass
+class _Run:
+    """What is asked of which model, checked; the work is in `finish`."""
+
+    loaded: Any
+    settings: list[Setting]
+    protocol: Protocol
+    split: str
+    seed: int
+    num_frames: int
+    blind: bool
+    items: list[pocketbench.Item]
+    turns: list[Turn] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        model, tokenizer = self.loaded.model, self.loaded.tokenizer
+        self.embeddings = model.get_input_embeddings()
+        self.device, self.dtype = self.embeddings.weight.device, self.embeddings.weight.dtype
+        # A model that computes in float32 holds what a GPU would hold, 16 bits per number, also of metadata.
+        self.storage = torch.float16 if self.dtype == torch.float32 else self.dtype
+        self.prefix = prompt.prefix_ids(tokenizer)
+        self.turns = [self.protocol.turn(tokenizer, item.questions) for item in self.items]
+        self.options = [[prompt.answer_ids(tokenizer, text) for text in turn.question.options] for turn in self.turns]
+        self._check_context()
+
+    def _check_context(self) -> None:
+        text = len(self.prefix) + max(
+            len(turn.prefilled) + len(turn.asked) + max(map(len, options))
+            for turn, options in zip(self.turns, self.options, strict=True)
+        )
+        context = int(self.loaded.model.config.get_text_config().max_position_embeddings)
+        if self.num_frames * NUM_PATCHES + text > context:
+            raise ParameterError(
+                f"num_frames = {self.num_frames} makes {self.num_frames * NUM_PATCHES:,} visual tokens, with {text} of text behind "
+                f"them; the context holds {context:,} tokens, so at most {(context - text) // NUM_PATCHES} frames fit"
+            )
+
+    def key(self) -> dict[str, Any]:
+        """Return all that decides an answer. How many are asked, and how many at a time, does not."""
+        versions = environment.versions()
+        return {
+            "benchmark": "pocketbench",
+            "generator": {"version": pocketbench.VERSION, "sha256": pocketbench.generator_hash()},
+            "weights": {entry.name: entry.sha256 for entry in self.loaded.inputs},
+            "settings": [asdict(setting) for setting in self.settings],
+            "protocol": self.protocol.name,
+            "split": self.split,
+            "seed": self.seed,
+            "num_frames": self.num_frames,
+            "blind": self.blind,
+            "dtype": str(self.dtype),
+            "device": environment.hardware_line() if self.device.type == "cuda" else self.device.type,
+            "code": _code_hash(),
+            "versions": {name: versions[name] for name in ("torch", "transformers")},
+        }
+
+    def finish(self, journal: Journal, batch_size: int) -> None:
+        """Answer what the journal lacks."""
+        places = [place for place, item in enumerate(self.items) if item.index not in journal.answers]
+        done = len(self.items) - len(places)
+        progress.report("questions", done, len(self.items))
+        for low in range(0, len(places), batch_size):
+            batch = places[low : low + batch_size]
+            journal.add(self._answer(batch))
+            progress.report("questions", done + low + len(batch), len(self.items))
+
+    @torch.inference_mode()
+    def _answer(self, places: Sequence[int]) -> list[Answer]:
+        began = time.perf_counter()
+        model, items, turns = self.loaded.model, [self.items[i] for i in places], [self.turns[i] for i in places]
+        asked, options = [turn.asked for turn in turns], [self.options[i] for i in places]
+        video = model.get_video_features(pocketbench.draw(items, self.device)).to(self.dtype)
+        if self.blind:
+            video = torch.zeros_like(video)
+        prefix = self.embeddings(torch.tensor(self.prefix, device=self.device)).expand(len(items), -1, -1)
+        stream = Stream.prefill(model, torch.cat([prefix, video], dim=1))
+        stream.read([turn.prefilled for turn in turns])
+        start, visual = len(self.prefix), video.shape[1]
+        scores, num_bytes, elements = {}, {}, 0
+        for setting in self.settings:
+            asking = stream.moved_to(setting.cache(start, start + visual, self.storage))
+            num_bytes[setting.label], elements = _video_bytes(asking.cache.report(), visual, len(items), self.storage.itemsize)
+            scores[setting.label] = asking.score(asked, options)
+        seconds = (time.perf_counter() - began) / len(items)
+        return [
+            Answer(
+                index=item.index,
+                task=turn.question.task,
+                answer=turn.question.answer,
+                log_probs={label: values[row].tolist() for label, values in scores.items()},
+                num_bytes=num_bytes,
+                num_elements=elements,
+                seconds=seconds,
+            )
+            for row, (item, turn) in enumerate(zip(items, turns, strict=True))
+        ]
+
+
+def score_settings(
+    loaded: Any,
+    settings: Iterable[Setting],
+    *,
+    protocol: str = "cache_then_ask",
+    split: str = "easy",
+    seed: int = 0,
+    limit: int = 100,
+    num_frames: int = 32,
+    batch_size: int | None = None,
+    device: str | torch.device | None = None,
+    blind: bool = False,
+    out: Path | str | None = None,
+) -> pd.DataFrame:
+    """Answer PocketBench questions with several settings; full precision is always among them.
+
+    A video is drawn, seen and prefilled once, in full precision. Each setting's cache is then filled with those K and V, and the
+    model reads the question from it: settings differ in the cache and in nothing else, so they compare question by question.
+
+    Parameters
+    ----------
+    loaded : object
+        Of `wqlab.models.pocket.load`: ``model``, ``tokenizer``, ``inputs``.
+    settings : iterable of Setting
+        What is compared.
+    protocol : str
+        A registered protocol.
+    split : {"easy", "hard"}
+        Of PocketBench.
+    seed : int
+        Stream of videos; those below `pocketbench.FIRST_TEST_SEED` are for development.
+    limit : int
+        Questions, from the stream's first on.
+    num_frames : int
+        Frames per video.
+    batch_size : int, optional
+        Videos at a time; default 2 on a CPU, 16 on a GPU. Changes speed and memory only.
+    device : str, optional
+        Where to run; default: where the model is.
+    blind : bool
+        Replace all visual tokens by zeros: what text alone gives away.
+    out : path, optional
+        Keep the answers in a folder in here, so that an interrupted run can be continued. Default: keep nothing.
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row per setting and question; columns as `wqlab.evals.scoring.table.to_table` says. Its ``attrs`` hold ``run`` (all
+        that decided the answers), ``kept`` (answers from a run before), ``notes`` (what was wrong with its file) and ``folder``.
+
+    Raises
+    ------
+    UnknownNameError
+        For another protocol or split.
+    ParameterError
+        For a number outside its limits; more frames than the context holds.
+    MissingPartError
+        For a device that is not here.
+    """
+    asking: Protocol = registry.lookup("protocol", protocol)()
+    batch = batch_size if batch_size is not None else _BATCH.get(torch.device(device or loaded.model.device).type, 1)
+    for name, value in (("limit", limit), ("batch_size", batch)):
+        if value < 1:
+            raise ParameterError(f"{name} = {value} is not 1 or more")
+    if device is not None:
+        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            raise MissingPartError(f"device {device}: torch sees no CUDA device here; use device cpu")
+        loaded.model.to(device)
+    chosen = list(dict.fromkeys([Setting(), *settings]))
+    items = list(pocketbench.items(split, seed, num_frames, stop=limit))
+    run = _Run(loaded, chosen, asking, split, seed, num_frames, blind, items)
+    key = run.key()
+    journal = Journal(key, [setting.label for setting in chosen], Path(out) if out is not None else None)
+    kept = sum(item.index in journal.answers for item in items)
+    run.finish(journal, batch)
+    common = {name: key[name] for name in ("protocol", "split", "seed", "num_frames", "blind")}
+    # A longer run may have left answers beyond this one's limit.
+    table = to_table((journal.answers[item.index] for item in items), chosen, common)
+    table.attrs = {"run": key, "kept": kept, "notes": journal.notes, "folder": journal.folder and str(journal.folder)}
+    return table
+
+
+def evaluate(
+    loaded: Any,
+    *,
+    method: str = FULL,
+    num_bits: int | None = None,
+    granularity: Granularity = "window_channel",
+    window_size: int = 32,
+    sink_windows: int = 0,
+    protocol: str = "cache_then_ask",
+    split: str = "easy",
+    seed: int = 0,
+    limit: int = 100,
+    num_frames: int = 32,
+    batch_size: int | None = None,
+    device: str | torch.device | None = None,
+    blind: bool = False,
+    out: Path | str | None = None,
+) -> dict[str, Any]:
+    """Return how one setting answers PocketBench, against full precision.
+
+    Parameters are those of `Setting` and `score_settings`, but answers are always kept: in `out`, by default the cache's folder
+    ``evals``. A run that was interrupted, or ended at a smaller `limit`, is continued.
+
+    Returns
+    -------
+    dict
+        JSON-ready. The parameters; ``n`` and ``one_answer`` (1 / n, the smallest step of an accuracy); each metric of
+        `paired.METRICS` with ``<metric>_interval``, 95 %, paired over the questions; ``tasks``, the same per task;
+        ``bits_per_element``, ``bytes_held`` and ``bytes_fp16``: what the cache holds for the visual tokens of one video, K and V
+        of all layers, scales and minima included (text is in full precision under every method and not counted);
+        ``generator``, ``weights``, ``dtype``, ``model``, ``versions``, ``git_commit``, ``hardware``; ``runtime_s``, the time of
+        all answers, also of those ``kept`` from before; ``notes``; ``folder``, where answers and this result lie.
+
+    Raises
+    ------
+    UnknownNameError, ParameterError, MissingPartError, OutputError
+        As `Setting` and `score_settings`; nothing was computed.
+    """
+    setting = Setting(method, num_bits, granularity, window_size, sink_windows)
+    with polite_threads():
+        table = score_settings(
+            loaded,
+            [setting],
+            protocol=protocol,
+            split=split,
+            seed=seed,
+            limit=limit,
+            num_frames=num_frames,
+            batch_size=batch_size,
+            device=device,
+            blind=blind,
+            out=out if out is not None else paths.cache_dir() / "evals",
+        )
+    mine, run = table[table["setting"] == setting.label], table.attrs["run"]
+    result = {
+        **asdict(setting),
+        **{name: run[name] for name in ("benchmark", "protocol", "split", "seed", "num_frames", "blind")},
+        "one_answer": 1 / len(mine),
+        **summarise_setting(table, setting.label),
+        **{name: mine[name].iloc[0] for name in ("bits_per_element", "bytes_held", "bytes_fp16")},
+        **{name: run[name] for name in ("generator", "weights", "dtype")},
+        "model": loaded.note,
+        "versions": environment.versions(),
+        "git_commit": environment.git_commit(),
+        "hardware": environment.hardware_line(),
+        "runtime_s": float(mine["seconds"].sum()),
+        **{name: table.attrs[name] for name in ("kept", "notes", "folder")},
+    }
+    paths.write_text(Path(result["folder"]) / RESULT, records.dump_json(result))
+    return result
+
+
+def _video_bytes(report: dict[str, Any], visual: int, batch: int, itemsize: int) -> tuple[int, int]:
+    """Return the bytes that hold one video's K and V, and their number of elements, from the report of a cache with text in it.
+
+    Text is held in full precision, so its bytes are known; the rest is the video's.
+    """
+    per_token = report["bytes_fp16"] // 2 // report["tokens"]
+    text = (report["tokens"] - visual) * per_token * itemsize
+    return round((report["bytes_held"] - text) / batch), visual * per_token // batch
+
+
+@lru_cache(maxsize=1)  # what runs was imported once; files may change under a long run
+def _code_hash() -> str:
+    """Return a sha256 over the source that decides an answer."""
+    package = Path(paths.__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted(file for room in _CODE for file in (package / room).rglob("*.py")):
+        digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
