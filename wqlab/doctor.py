@@ -62,7 +62,7 @@ def examine() -> list[Check]:
             f"model {m['name']}",
             "ok" if m["fetched"] else "absent",
             m["description"],
-            "" if m["fetched"] else f"wqlab models fetch {m['name']}",
+            "" if m["fetched"] else m["get"],
         )
         for m in listing.status()
     ]

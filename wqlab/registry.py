@@ -19,6 +19,7 @@ _PACKAGES: dict[str, list[str]] = {
     "method": ["wqlab.quantizers"],
     "policy": ["wqlab.cache"],
     "model": ["wqlab.models"],
+    "adapter": ["wqlab.hf.adapters"],
     "protocol": ["wqlab.evals.protocols"],
     "bench": ["wqlab.bench"],
     "stem": ["wqlab.experiments"],
@@ -36,7 +37,7 @@ def register(kind: str, name: str) -> Callable[[T], T]:
     Parameters
     ----------
     kind : str
-        One of ``method``, ``policy``, ``model``, ``protocol``, ``bench``, ``stem``, ``figure``.
+        One of ``method``, ``policy``, ``model``, ``adapter``, ``protocol``, ``bench``, ``stem``, ``figure``.
     name : str
         Lower snake case; equal to the module's file name where one file holds one name.
 

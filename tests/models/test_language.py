@@ -110,7 +110,7 @@ def test_parameters(saved: Path) -> None:
 
 @pytest.mark.parametrize("name", ["smolm2", "clips", "/no/such/folder", "a/b/c", ""])
 def test_unknown_name(name: str, cache: Path) -> None:
-    with pytest.raises(UnknownNameError, match=r"known: smollm2; a local transformers folder or a hub id"):
+    with pytest.raises(UnknownNameError, match=r"known: pocket-vlm, smollm2; a local transformers folder or a hub id"):
         load(name)
 
 

@@ -9,7 +9,7 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from wqlab.errors import DamagedFileError, ParameterError, UnknownNameError
-from wqlab.models import catalog, hub, manifest, smollm2, weights
+from wqlab.models import catalog, hub, manifest, shipped, smollm2, weights
 from wqlab.types import Input
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def load(model: str | Path = "smollm2", dtype: str | torch.dtype = "float32", at
     Parameters
     ----------
     model : str or Path
-        A name of the catalogue (``"smollm2"``), a local transformers folder, or a hub id (``"owner/name"``).
+        A name of the catalogue (``"smollm2"``), ``"pocket-vlm"``, a local transformers folder, or a hub id (``"owner/name"``).
     dtype : {"float32", "float16", "bfloat16"} or torch.dtype
         Of the weights in memory.
     attn_implementation : str
@@ -59,7 +59,7 @@ def load(model: str | Path = "smollm2", dtype: str | torch.dtype = "float32", at
     Raises
     ------
     UnknownNameError
-        When `model` is none of the three.
+        When `model` is none of them.
     ParameterError
         For another dtype or attention, or a folder without a model.
     FetchError
@@ -68,11 +68,17 @@ def load(model: str | Path = "smollm2", dtype: str | torch.dtype = "float32", at
         When a weight file is damaged. One of the cache is kept under another name; a file of yours is left as it is.
     OutputError
         When the cache folder cannot be written.
+    MissingPartError
+        For ``"pocket-vlm"`` when its trained part did not come with wqlab.
     """
     name = str(dtype).removeprefix("torch.")
     if name not in _DTYPES:
         raise ParameterError(f"dtype = {str(dtype)!r} is not one of {', '.join(_DTYPES)}")
     model = str(model)
+    if model == shipped.POCKET_VLM:
+        from wqlab.models import pocket  # here, because it is built on this module
+
+        return pocket.load(dtype=name, attn_implementation=attn_implementation)
     if model == smollm2.NAME:
         folder, noted = smollm2.folder(), manifest.parse(smollm2.folder())
         # 0.25 s for 269 MB where the CPU hashes in hardware: cheap against numbers from flipped bits.
@@ -92,7 +98,7 @@ def load(model: str | Path = "smollm2", dtype: str | torch.dtype = "float32", at
         note = f"weights of {model} from the hub, revision {revision[:12]}"
         inputs = weights.check_folder(folder, model)
     else:
-        known = [part.name for part in catalog.PARTS.values() if part.kind == "language model"]
+        known = [part.name for part in catalog.PARTS.values() if part.kind == "language model"] + [shipped.POCKET_VLM]
         unknown = UnknownNameError("model", model, known)
         unknown.args = (f"{unknown}; a local transformers folder or a hub id (owner/name) is accepted too",)
         raise unknown

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from wqlab.models import catalog, fetch, manifest, smollm2
+from wqlab.models import catalog, fetch, manifest, shipped, smollm2
 
 
 def status() -> list[dict[str, Any]]:
-    """Return one row per part of the catalogue, without reading large files.
+    """Return one row per part of the catalogue and per model that travels with wqlab, without reading large files.
 
     Returns
     -------
     list of dict
         ``name``, ``kind``, ``description``, ``licence``, ``download_bytes``, ``fetched`` (bool), ``bytes`` (on disk, 0 when not
-        fetched), ``path`` (where it is or would be) and ``source`` (None when not fetched).
+        fetched), ``path`` (where it is or would be), ``source`` (None when not fetched) and ``get`` (the command that makes it).
     """
     rows = []
     for part in catalog.PARTS.values():
@@ -31,6 +31,7 @@ def status() -> list[dict[str, Any]]:
                 "bytes": sum(file.num_bytes for file in found.files) if found else 0,
                 "path": str(folder),
                 "source": found.source if found else None,
+                "get": f"wqlab models fetch {part.name}",
             }
         )
-    return rows
+    return [*rows, shipped.status()]

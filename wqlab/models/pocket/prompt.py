@@ -9,9 +9,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+#: Stands for a whole video in a prompt of words; the processor puts one `VIDEO_TOKEN` per visual token in its place.
+VIDEO = "<video>"
+#: Of SmolLM2's vocabulary (id 4): a marker for source code, the unused twin of ``<repo_name>``, and no part of the chat format.
+VIDEO_TOKEN = "<reponame>"
 PREFIX = "<|im_start|>user\n"
 END = "<|im_end|>"
 _ANSWER = f"{END}\n<|im_start|>assistant\n"
+
+#: The same format for messages with ``{"type": "video"}`` and ``{"type": "text"}`` parts (Jinja, as transformers wants it).
+CHAT_TEMPLATE = """
+{%- for message in messages -%}
+  {{- '<|im_start|>' + message['role'] + '\\n' -}}
+  {%- if message['content'] is string -%}
+    {{- message['content'] -}}
+  {%- else -%}
+    {%- for part in message['content'] -%}
+      {%- if part['type'] == 'video' -%}
+        {{- '<video>\\n' -}}
+      {%- elif part['type'] == 'text' -%}
+        {{- part['text'] -}}
+      {%- else -%}
+        {{- raise_exception('the pocket VLM reads parts of type video and text, not ' + part['type']) -}}
+      {%- endif -%}
+    {%- endfor -%}
+  {%- endif -%}
+  {{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+  {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+""".strip()
 
 
 def with_options(text: str, options: Sequence[str]) -> str:
