@@ -8,20 +8,15 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from wqlab import terminal
 from wqlab.errors import ParameterError, WqlabError
-from wqlab.progress import listening
 
 app = typer.Typer(
     name="wqlab",
@@ -37,9 +32,6 @@ app.add_typer(models_app, name="models")
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
 #: The shell's exit code for Ctrl-C.
 _INTERRUPTED = 130
-# Off a terminal rich assumes 80 columns and would fold tables that go to a file or a pipe.
-_out = Console(width=None if sys.stdout.isatty() else 220)
-_err = Console(stderr=True)
 
 Stems = Annotated[
     list[str] | None, typer.Argument(help="Stems; all of them when none is named. See `wqlab list`.", show_default=False)
@@ -67,9 +59,9 @@ def reproduce(
     from wqlab.batch.reproduce import reproduce as run
 
     folder = out or Path("figures/quick" if quick else "figures")
-    with _steps("notebooks") as tell:
-        report = run(stems or [], folder, quick=quick, jobs=jobs, listener=tell, fetching=_fetch_bar)
-    _out.print(
+    with terminal.steps("notebooks") as tell:
+        report = run(stems or [], folder, quick=quick, jobs=jobs, listener=tell, fetching=terminal.fetch_bar)
+    terminal.out.print(
         f"{len(report.finished)} made, {len(report.kept)} kept, {len(report.failed)} failed; figures in {report.out}",
         highlight=False,
     )
@@ -86,9 +78,9 @@ def figure(stem: str, parameter: Pairs = None, out: Out = Path("figures")) -> No
     given = _pairs(parameter)
     experiments.validate(stem, given)
     paths.output_dir(out)
-    with _fetch_bar() as progress:
+    with terminal.fetch_bar() as progress:
         experiments.fetch_parts(stem, given, progress)
-    with _bar(stem):
+    with terminal.bar(stem):
         result = experiments.run(stem, **given)
         files = save(result, figures.draw(result), out)
     for path in files.values():
@@ -115,12 +107,12 @@ def list_(as_json: AsJson = False) -> None:
             }
         )
     if as_json:
-        _json(rows)
+        terminal.print_json(rows)
         return
     table = Table("stem", "reproduces", "parameters", "claims", box=None, pad_edge=False)
     for row in rows:
         table.add_row(row["stem"], row["paper"], ", ".join(row["parameters"]), str(len(row["claims"])))
-    _out.print(table)
+    terminal.out.print(table)
 
 
 @app.command()
@@ -130,13 +122,13 @@ def doctor(as_json: AsJson = False) -> None:
 
     checks = room.examine()
     if as_json:
-        _json(room.to_dicts(checks))
+        terminal.print_json(room.to_dicts(checks))
     else:
         colours = {"ok": "green", "absent": "yellow", "problem": "red"}
         table = Table("check", "status", "detail", "to get it", box=None, pad_edge=False)
         for check in checks:
             table.add_row(check.check, f"[{colours[check.status]}]{check.status}[/]", escape(check.detail), escape(check.fix))
-        _out.print(table)
+        terminal.out.print(table)
     problems = [check.check for check in checks if check.status == "problem"]
     if problems:
         raise _IncompleteError(f"problems with: {', '.join(problems)}")
@@ -172,14 +164,14 @@ def models_list(as_json: AsJson = False) -> None:
 
     rows = listing.status()
     if as_json:
-        _json(rows)
+        terminal.print_json(rows)
         return
     table = Table("name", "fetched", "MB", "licence", "what", box=None, pad_edge=False)
     for row in rows:
         table.add_row(
             row["name"], "yes" if row["fetched"] else "no", f"{row['download_bytes'] / 1e6:.0f}", row["licence"], row["description"]
         )
-    _out.print(table)
+    terminal.out.print(table)
 
 
 @models_app.command("fetch")
@@ -191,7 +183,7 @@ def models_fetch(
     from wqlab.models import catalog
     from wqlab.models.fetch import fetch
 
-    with _fetch_bar() as progress:
+    with terminal.fetch_bar() as progress:
         for name, path in fetch(names or list(catalog.PARTS), source=source, progress=progress).items():
             typer.echo(f"{name}: {path}")
 
@@ -211,17 +203,17 @@ def bench(
     if words[0] == "show" and len(words) == 2:
         record = records.read(words[1], gpu, out)
         if as_json:
-            _json({"provenance": record.provenance, "rows": json.loads(record.data.to_json(orient="records"))})
+            terminal.print_json({"provenance": record.provenance, "rows": json.loads(record.data.to_json(orient="records"))})
             return
         typer.echo(record.data.to_string(index=False))
-        _err.print(record.evidence().caption(), highlight=False)
+        terminal.err.print(record.evidence().caption(), highlight=False)
         return
     if len(words) != 1 or words[0] == "show":
         raise ParameterError(f"wqlab bench {' '.join(words)}: expected one bench name, or: show NAME")
     if quick and out is None:
         raise ParameterError("a quick bench is not for keeping: name a folder with --out")
     room.get(words[0])
-    with _bar(words[0]):
+    with terminal.bar(words[0]):
         path = room.run(words[0], out, quick=quick)
     typer.echo(path)
 
@@ -242,17 +234,11 @@ def claims(
     elif html:
         typer.echo(room.to_html(rows))
     else:
-        _out.print(room.table(rows))
+        terminal.out.print(room.table(rows))
 
 
 class _IncompleteError(WqlabError):
     """Not everything that was asked was made; the parts have said why."""
-
-
-def _json(value: Any) -> None:
-    from wqlab.records import dump_json
-
-    typer.echo(dump_json(value), nl=False)
 
 
 def _pairs(given: list[str] | None) -> dict[str, Any]:
@@ -269,61 +255,6 @@ def _pairs(given: list[str] | None) -> dict[str, Any]:
     return parsed
 
 
-@contextmanager
-def _bar(text: str) -> Iterator[None]:
-    """Show what runs, how far it is where it reports, and for how long. Only on a terminal."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=_err, disable=not _err.is_terminal, transient=True) as bar:
-        task = bar.add_task(text, total=None)
-        with listening(lambda what, done, total: bar.update(task, description=f"{text}: {what}", completed=done, total=total)):
-            yield
-
-
-@contextmanager
-def _fetch_bar() -> Iterator[Callable[[str, int, int], None]]:
-    columns = (TextColumn("fetching {task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=_err, disable=not _err.is_terminal, transient=True) as bar:
-        tasks: dict[str, Any] = {}
-
-        def advance(name: str, done: int, total: int) -> None:
-            if name not in tasks:
-                tasks[name] = bar.add_task(name)
-            bar.update(tasks[name], completed=done, total=total)
-
-        yield advance
-
-
-@contextmanager
-def _steps(text: str) -> Iterator[Callable[[str, str, str], None]]:
-    """Print a line per finished or failed stem; on a terminal show what runs and how many are done as well."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=_err, disable=not _err.is_terminal, transient=True) as bar:
-        overall = bar.add_task(text)
-        running: dict[str, Any] = {}
-        began: dict[str, float] = {}
-
-        def tell(stem: str, event: str, detail: str) -> None:
-            if event == "planned":
-                bar.update(overall, total=int(detail))
-                return
-            if event == "started":
-                began[stem] = time.perf_counter()
-                running[stem] = bar.add_task(stem, total=None)
-                return
-            if stem in running:
-                bar.remove_task(running.pop(stem))
-            bar.advance(overall)
-            seconds = f" ({time.perf_counter() - began[stem]:.1f} s)" if stem in began else ""
-            stream = _err if event == "failed" else _out
-            stream.print(f"{event:8s} {stem}{seconds}: {_one_line(detail)}", highlight=False, soft_wrap=True, markup=False)
-
-        yield tell
-
-
-def _one_line(text: object) -> str:
-    return " ".join(str(text).split())
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 an error with one line on stderr, 2 a line that cannot be understood."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -333,7 +264,7 @@ def main(arguments: list[str] | None = None) -> None:
         result = app([w for w in words if w != "--debug"], standalone_mode=False, prog_name="wqlab")
         code = result if isinstance(result, int) else 0
     except _UsageError as error:
-        message = _one_line(error.format_message())  # type: ignore[attr-defined]
+        message = terminal.one_line(error.format_message())  # type: ignore[attr-defined]
         if message:  # without one, typer has printed the help already
             print(f"wqlab: {message} (see wqlab --help)", file=sys.stderr)
         code = 2
@@ -346,7 +277,7 @@ def main(arguments: list[str] | None = None) -> None:
         if debug:
             raise
         kind = "" if isinstance(error, WqlabError) else f"internal error, please report it ({type(error).__name__}): "
-        print(f"wqlab: {kind}{_one_line(error)}", file=sys.stderr)
+        print(f"wqlab: {kind}{terminal.one_line(error)}", file=sys.stderr)
         code = 1
     if code == _INTERRUPTED:  # by its exit code, because some releases of typer turn Ctrl-C into it and others raise
         print("wqlab: interrupted; what was finished stays, run the same line again to go on", file=sys.stderr)
