@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "FIRST_TEST_SEED", "LEVELS", "MIN_FRAMES", "SIZE", "VERSION", "Item", "Question", "Scene", "draw", "generator_hash", "items", "make_item", "tasks",
+    "FIRST_TEST_SEED", "LEVELS", "MIN_FRAMES", "SIZE", "VERSION", "Item", "Question", "Scene",
+    "draw", "generator_hash", "items", "make_item", "tasks",
 ]  # fmt: skip
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,6 +29,9 @@ _SNOW, _RAIN = 3, 4
 _TEXTURES = 8
 #: Contrast of photographs, so that objects stand out; noise in units of 255.
 _CONTRAST, _NOISE = 0.65, 4.0
+_MIDDLE = 118
+#: Outlines of bright and of dark sprites, and the brightness between them.
+_DARK_LINE, _LIGHT_LINE, _BRIGHT = 20.0, 235.0, 110.0
 _CHUNK = 256  # frames at a time
 
 
@@ -51,36 +56,36 @@ class Canvas:
         # A streak: a dot carried down and a little to the left.
         self.rain = torch.stack([streaks.roll((i, -i // 4), (2, 3)) for i in range(14)]).amax(0).to(self.device)
         self.factor = torch.tensor(_FACTOR, device=self.device)
+        self.luminance = torch.tensor([0.299, 0.587, 0.114], device=self.device)
         self.offset = torch.tensor(_OFFSET, device=self.device, dtype=torch.float32)
 
     def draw(self, scenes: Sequence[Scene]) -> Tensor:
         """Return uint8 [videos, frames, 3, SIZE, SIZE]; all scenes have as many frames."""
-        sprites, pictures, crops, weather, strength = (part.to(self.device) for part in tensors(scenes))
-        videos, frames = pictures.shape
-        per_frame = (
-            sprites.transpose(1, 2).flatten(0, 1), pictures.flatten(), crops.repeat_interleave(frames, 0), weather.flatten(),
-            strength.repeat_interleave(frames), torch.arange(videos * frames, device=self.device) % _TEXTURES,
-        )  # fmt: skip
-        drawn = [self._frames(*(part[i : i + _CHUNK] for part in per_frame)) for i in range(0, videos * frames, _CHUNK)]
-        return torch.cat(drawn).view(videos, frames, 3, SIZE, SIZE)
+        at_once = max(1, _CHUNK // len(scenes[0].backgrounds))
+        return torch.cat([self.frames(orders(scenes[i : i + at_once])) for i in range(0, len(scenes), at_once)])
 
-    def _frames(
-        self, sprites: Tensor, pictures: Tensor, crops: Tensor, weather: Tensor, strength: Tensor, texture: Tensor
-    ) -> Tensor:
-        """Draw frames [n]: sprites [n, sprites, FIELDS], the rest [n] (crops [n, 3])."""
+    def frames(self, orders: Orders) -> Tensor:
+        """Draw orders in one piece: uint8 [videos, frames, 3, SIZE, SIZE]."""
+        videos, length = orders.pictures.shape
+        moved = orders._replace(
+            **{k: v.to(self.device, non_blocking=True) for k, v in orders._asdict().items() if isinstance(v, Tensor)}
+        )
+        crops = moved.crops.repeat_interleave(length, 0)
+        texture = torch.arange(videos * length, device=self.device) % _TEXTURES
         steps = torch.arange(SIZE, device=self.device)
         columns = torch.where(crops[:, 2:] == 1, SIZE - 1 - steps, steps) + crops[:, :1]
         rows = steps + crops[:, 1:2]
-        frames = self.bank[pictures[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).float()
-        frames = (frames - 118) * _CONTRAST + 118
-        frames = self._weather(frames, weather, strength, texture)
+        pictures = moved.pictures.flatten()[:, None, None]
+        frames = self.bank[pictures, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).float()
+        frames = (frames - _MIDDLE) * _CONTRAST + _MIDDLE
+        frames = self._weather(frames, moved.weather.flatten(), moved.strength.repeat_interleave(length), texture)
         # A border on each side lets a sprite lie partly outside.
-        reach = math.ceil(float(sprites[..., 3].max()) * atlas.REACH) + 1 if sprites.numel() else 1
-        canvas = F.pad(frames, (reach,) * 4)
-        for k in range(sprites.shape[1]):
-            self._sprite(canvas, sprites[:, k], reach)
-        frames = canvas[:, :, reach : reach + SIZE, reach : reach + SIZE] + self.noise[texture]
-        return frames.round().clamp_(0, 255).to(torch.uint8)
+        canvas = F.pad(frames, (orders.reach,) * 4)
+        for sprites, where in zip(torch.split(moved.sprites, orders.layers), torch.split(moved.where, orders.layers), strict=True):
+            self._blend(canvas, sprites, where, orders.reach)
+        inside = slice(orders.reach, orders.reach + SIZE)
+        frames = canvas[:, :, inside, inside] + self.noise[texture]
+        return frames.round().clamp_(0, 255).to(torch.uint8).view(videos, length, 3, SIZE, SIZE)
 
     def _weather(self, frames: Tensor, weather: Tensor, strength: Tensor, texture: Tensor) -> Tensor:
         by = strength[:, None, None, None]
@@ -91,43 +96,79 @@ class Canvas:
             changed = changed + mask * (brightness - changed)
         return frames + by * (changed - frames)
 
-    def _sprite(self, canvas: Tensor, sprite: Tensor, reach: int) -> None:
-        """Blend one sprite [n, FIELDS] into frames [n, 3, SIZE + 2 reach, ...] where it is visible."""
-        shown = (sprite[:, 7] > 0).nonzero().squeeze(1)
-        if not len(shown):
-            return
-        s = sprite[shown]
+    def _blend(self, canvas: Tensor, s: Tensor, where: Tensor, reach: int) -> None:
+        """Blend at most one sprite per frame, [n, FIELDS], into frames `where` [n] of a canvas [frames, 3, ...]."""
         x, y = s[:, 1].clamp(0, SIZE - 1), s[:, 2].clamp(0, SIZE - 1)
-        left, top = x.floor().long(), y.floor().long()  # of the patch in the padded canvas: centre - reach + reach
-        steps = torch.arange(2 * reach, device=self.device, dtype=torch.float32) - reach
-        # Where each patch pixel lies in the mask, -1 to 1.
-        u = (steps + 0.5 - (x - left)[:, None]) / (s[:, 3] * atlas.REACH)[:, None]
-        v = (steps + 0.5 - (y - top)[:, None]) / (s[:, 3] * atlas.REACH)[:, None]
-        grid = torch.stack([u[:, None, :].expand(-1, len(steps), -1), v[:, :, None].expand(-1, -1, len(steps))], dim=-1)
+        left, top = x.floor().long(), y.floor().long()  # of the patch in the canvas: centre - reach + reach
+        pixels = torch.arange(2 * reach, device=self.device)
+        # Where each pixel of the patch lies in the mask, -1 to 1.
+        u, v = (
+            (pixels - reach + 0.5 - (centre - corner)[:, None]) / (s[:, 3] * atlas.REACH)[:, None]
+            for centre, corner in ((x, left), (y, top))
+        )
+        grid = torch.stack([u[:, None, :].expand(-1, 2 * reach, -1), v[:, :, None].expand(-1, -1, 2 * reach)], dim=-1)
         mask = F.grid_sample(self.masks[s[:, 0].long()], grid, padding_mode="zeros", align_corners=False)
-        colour = s[:, 4:7]
-        bright = (colour @ colour.new_tensor([0.299, 0.587, 0.114]) > 110)[:, None].float()
-        outline = 235.0 * (1 - bright) + 20.0 * bright
-        inside = (mask[:, 1] / mask[:, 0].clamp_min(1e-3)).clamp(0, 1)[:, None]
-        paint = inside * colour[:, :, None, None] + (1 - inside) * outline[:, :, None, None]
-        rows = (top[:, None] + torch.arange(2 * reach, device=self.device))[:, :, None]
-        columns = (left[:, None] + torch.arange(2 * reach, device=self.device))[:, None, :]
-        at = (shown[:, None, None], slice(None), rows, columns)
+        colour = s[:, 4:7, None, None]
+        bright = (s[:, 4:7] @ self.luminance > _BRIGHT)[:, None, None, None]
+        outline = torch.where(bright, _DARK_LINE, _LIGHT_LINE)
+        inside = (mask[:, 1:] / mask[:, :1].clamp_min(1e-3)).clamp(0, 1)
+        paint = outline + inside * (colour - outline)
+        at = (where[:, None, None], slice(None), (top[:, None] + pixels)[:, :, None], (left[:, None] + pixels)[:, None, :])
         under = canvas[at].permute(0, 3, 1, 2)
         canvas[at] = (under + mask[:, :1] * (paint - under)).permute(0, 2, 3, 1)
 
 
-def tensors(scenes: Sequence[Scene]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return a batch of scenes as tensors: sprites [videos, sprites, frames, FIELDS] (missing ones invisible), pictures and weather
-    [videos, frames], crops [videos, 3], strength [videos]."""
-    most = max(scene.sprites.shape[0] for scene in scenes)
-    sprites = torch.zeros(len(scenes), most, *scenes[0].sprites.shape[1:])
+class Orders(NamedTuple):
+    """Scenes as tensors.
+
+    Parameters
+    ----------
+    sprites : Tensor
+        float32 [n, FIELDS]: every sprite that is visible in a frame, layer by layer.
+    where : Tensor
+        int64 [n]: its frame, of all videos' frames.
+    layers : list of int
+        How many there are per layer; a layer has at most one per frame.
+    reach : int
+        Pixels from the centre of the largest to its edge.
+    pictures, weather : Tensor
+        int64 [videos, frames].
+    crops : Tensor
+        int64 [videos, 3].
+    strength : Tensor
+        float32 [videos].
+    """
+
+    sprites: Tensor
+    where: Tensor
+    layers: list[int]
+    reach: int
+    pictures: Tensor
+    weather: Tensor
+    crops: Tensor
+    strength: Tensor
+
+
+def orders(scenes: Sequence[Scene]) -> Orders:
+    """Return a batch of scenes, all with as many frames, as tensors on the CPU."""
+    length = len(scenes[0].backgrounds)
+    sprites, layer, where = [], [], []
     for i, scene in enumerate(scenes):
-        sprites[i, : len(scene.sprites)] = torch.from_numpy(scene.sprites)
-    return (
-        sprites,
-        torch.stack([torch.from_numpy(scene.backgrounds) for scene in scenes]),
-        torch.tensor([scene.crop for scene in scenes]),
-        torch.stack([torch.from_numpy(scene.weather) for scene in scenes]),
-        torch.tensor([scene.strength for scene in scenes], dtype=torch.float32),
+        visible = scene.sprites[:, :, -1] > 0  # [sprites, frames]
+        which, frame = visible.nonzero()
+        sprites.append(scene.sprites[which, frame])
+        layer.append(np.cumsum(visible, axis=0)[which, frame] - 1)  # the nth of its frame lies in layer n
+        where.append(frame + i * length)
+    layers = np.concatenate(layer)
+    order = np.argsort(layers, kind="stable")
+    found = np.concatenate(sprites)[order]
+    return Orders(
+        sprites=torch.from_numpy(found),
+        where=torch.from_numpy(np.concatenate(where)[order]),
+        layers=np.bincount(layers).tolist() or [0],
+        reach=math.ceil(float(found[:, 3].max(initial=1.0)) * atlas.REACH) + 1,
+        pictures=torch.from_numpy(np.stack([scene.backgrounds for scene in scenes])),
+        weather=torch.from_numpy(np.stack([scene.weather for scene in scenes])),
+        crops=torch.tensor([scene.crop for scene in scenes]),
+        strength=torch.tensor([scene.strength for scene in scenes], dtype=torch.float32),
     )

@@ -160,8 +160,8 @@ class Builder:
     def things(self, count: int, distinct: bool = True) -> list[Thing]:
         """Return `count` different things, the first of them the question's target.
 
-        With `distinct`, no two share a colour or a shape as long as there are enough of both. In evaluation the first is a combination
-        that training never showed; in training none of them is.
+        With `distinct`, no two share a colour or a shape as long as there are enough of both. In evaluation the first is a
+        combination that training never showed; in training none of them is.
         """
         found: list[Thing] = []
         tries = 0
@@ -239,7 +239,7 @@ class Builder:
     def place(
         self, thing: Thing, spot: tuple[float, float], span: tuple[int, int] | None = None, radius: float | None = None
     ) -> np.ndarray[Any, Any]:
-        """Add a thing, standing still at `spot` during `span` (default: always), and return its track [frames, FIELDS] to change."""
+        """Add a thing, still at `spot` during `span` (default: always), and return its track [frames, FIELDS] to change."""
         span = span or (0, self.num_frames)
         track = self._track(thing.shape, spot, radius or self.radius(), COLOURS[COLOUR_NAMES[thing.colour]], span)
         self.seen[thing] = span

@@ -59,7 +59,7 @@ class Thing(NamedTuple):
 
 
 def is_held_out(thing: Thing) -> bool:
-    """Return whether training never shows this combination (one in six; every colour and every shape has some that it does show)."""
+    """Return whether training never shows this combination: one in six; it shows every colour and every shape in others."""
     return (thing.colour * 5 + thing.shape) % 6 == 0
 
 

@@ -13,7 +13,7 @@ HELD_OUT = ("During which part of the video can the {name} be seen?", "When can 
 
 @register("task", "action_localization")
 def make(b: Builder) -> list[Question]:
-    """Easy: beginning, middle, end or all the time. Hard: which quarter, for a moment, while near-identical objects pass in others."""
+    """Easy: beginning, middle, end or all the time. Hard: which quarter, briefly, while near-identical objects pass in others."""
     frames = b.num_frames
     options = HARD if b.hard else EASY
     which = b.rng.randrange(4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from wqlab.evals.pocketbench.scene import SIZE, Builder, Question, move, resize
@@ -23,7 +25,7 @@ def make(b: Builder) -> list[Question]:
     track = b.place(target, middle)
     b.bystanders(count, [target], b.spots(count))
     performed = b.rng.sample(ACTIONS, 4 if b.hard else 3)
-    spans = [(int(start), int(end)) for start, end in _parts(b.num_frames, len(performed))]
+    spans = _parts(b.num_frames, len(performed))
     for action, span in zip(performed, spans, strict=True):
         if action == "grows":
             resize(track, 1.8, span)
@@ -46,5 +48,5 @@ def make(b: Builder) -> list[Question]:
 
 
 def _parts(num_frames: int, count: int) -> list[tuple[int, int]]:
-    borders = np.linspace(0, num_frames, count + 1).round().astype(int)
-    return [(int(a), max(int(b), int(a) + 1)) for a, b in zip(borders[:-1], borders[1:], strict=True)]
+    borders = np.linspace(0, num_frames, count + 1).round().astype(int).tolist()
+    return [(start, max(end, start + 1)) for start, end in pairwise(borders)]

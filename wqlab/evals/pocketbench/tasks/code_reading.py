@@ -12,7 +12,7 @@ HELD_OUT = ("What is the number on the {name} card?", "Which number can be read 
 
 @register("task", "code_reading")
 def make(b: Builder) -> list[Question]:
-    """Easy: three large cards with a digit each. Hard: five small cards with two digits; the wrong options differ in one of them."""
+    """Easy: three large cards, a digit each. Hard: five small ones, two digits; the wrong options differ in one of them or both."""
     count = 5 if b.hard else 3
     colours = b.rng.sample(range(b.level.num_colours), count)
     texts = ["".join(b.rng.sample(DIGITS, 2)) if b.hard else digit for digit in b.rng.sample(DIGITS, count)]

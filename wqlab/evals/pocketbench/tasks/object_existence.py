@@ -11,7 +11,7 @@ HELD_OUT = ("Which of these objects appears in the video?", "Which object can be
 
 @register("task", "object_existence")
 def make(b: Builder) -> list[Question]:
-    """Let objects pass one after another; in the hard split through a crowd, and the wrong options share colour or shape with it."""
+    """Let objects pass one after another; hard: through a crowd, and the wrong options share colour or shape with what is shown."""
     passing = b.things(4)
     order = b.rng.sample(range(4), 4)
     spots = b.spots(4 + (b.level.crowd[1] if b.hard else 0))

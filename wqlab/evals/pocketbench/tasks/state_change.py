@@ -22,7 +22,7 @@ HELD_OUT_CARD = ("What number is on the {name} card after the change?", "Which n
 
 @register("task", "state_change")
 def make(b: Builder) -> list[Question]:
-    """Easy: an object changes colour. Hard: that among a crowd, or the digit on one of several cards changes, and both soon vanish."""
+    """Easy: an object changes colour. Hard: so in a crowd, or the digit on one of several cards changes; both soon vanish."""
     at = b.rng.randint(max(1, b.num_frames // 4), max(1, 3 * b.num_frames // 4))
     end = min(b.num_frames, at + 2 * b.passing()) if b.hard else b.num_frames
     if b.hard and b.rng.random() < 0.5:
