@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +28,8 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="Real weights, clips and text, fetched once into the cache.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
+eval_app = typer.Typer(help="What a quantized cache costs in answers.", no_args_is_help=True)
+app.add_typer(eval_app, name="eval")
 
 #: What typer raises for a line that it cannot understand. Newer releases carry a click of their own, so it is named through typer.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -186,6 +189,49 @@ def models_fetch(
     with terminal.fetch_bar() as progress:
         for name, path in fetch(names or list(catalog.PARTS), source=source, progress=progress).items():
             typer.echo(f"{name}: {path}")
+
+
+@eval_app.command("pocketbench")
+def eval_pocketbench(
+    method: Annotated[str, typer.Option(help="fp16, or a quantizer: rtn, ...")] = "fp16",
+    num_bits: Annotated[int | None, typer.Option(help="Bits per code; a quantizer needs it.")] = None,
+    granularity: Annotated[
+        str, typer.Option(help="window, window_head or window_channel: what shares a scale.")
+    ] = "window_channel",
+    window_size: Annotated[int, typer.Option(help="Tokens per window.")] = 32,
+    sink_windows: Annotated[int, typer.Option(help="First visual windows that stay in full precision.")] = 0,
+    protocol: Annotated[str, typer.Option(help="cache_then_ask, paper_literal or multi_turn.")] = "cache_then_ask",
+    split: Annotated[str, typer.Option(help="easy or hard.")] = "easy",
+    seed: Annotated[int, typer.Option(help="Stream of videos; below 1000 for development.")] = 0,
+    limit: Annotated[int, typer.Option(help="Questions.")] = 100,
+    frames: Annotated[int, typer.Option(help="Frames per video.")] = 32,
+    blind: Annotated[bool, typer.Option("--blind", help="Zero the visual tokens: what text alone gives away.")] = False,
+    batch_size: Annotated[int | None, typer.Option(help="Videos at a time; changes speed and memory only.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU where there is one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the answers; default in the cache.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Answer PocketBench with a quantized cache, against full precision; continues a run that was interrupted."""
+    from wqlab.evals import scoring
+    from wqlab.models import pocket, shipped
+    from wqlab.models.fetch import fetch
+
+    # Everything that can be refused is, before hundreds of megabytes are read.
+    exam = scoring.Exam(protocol, split, seed, limit, frames, blind)
+    setting = scoring.Setting(method, num_bits, granularity, window_size, sink_windows)  # type: ignore[arg-type]  # it checks the word
+    place = scoring.find_device(device)
+    shipped.verify(shipped.weights_path())
+    with terminal.fetch_bar() as progress:
+        fetch([*shipped.POCKET_VLM_PARTS, "clips"], progress=progress)
+    with terminal.bar("pocketbench"):
+        loaded = pocket.load(dtype="bfloat16" if place.type == "cuda" else "float32")
+        result = scoring.evaluate(loaded, **asdict(setting), **asdict(exam), batch_size=batch_size, device=place, out=out)
+    if as_json:
+        terminal.print_json(result)
+        return
+    table, below = scoring.render(result)
+    terminal.out.print(table)
+    typer.echo(below)
 
 
 @app.command()

@@ -4,8 +4,9 @@ One prefill serves all methods: `stream` holds what the model has read, `rows` p
 how a cache is held, `run` goes through the benchmark, `journal` keeps the answers and `table` turns them into numbers.
 """
 
-from wqlab.evals.scoring.run import evaluate, score_settings
-from wqlab.evals.scoring.settings import Setting
+from wqlab.evals.scoring.run import evaluate, find_device, score_settings
+from wqlab.evals.scoring.settings import Exam, Setting
+from wqlab.evals.scoring.show import render
 from wqlab.evals.scoring.table import summarise_setting
 
-__all__ = ["Setting", "evaluate", "score_settings", "summarise_setting"]
+__all__ = ["Exam", "Setting", "evaluate", "find_device", "render", "score_settings", "summarise_setting"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,9 @@ import torch
 from wqlab import paths, progress, records, registry
 from wqlab.errors import MissingPartError, ParameterError
 from wqlab.evals import pocketbench
-from wqlab.evals.protocols import Protocol, Turn
+from wqlab.evals.protocols import Protocol
 from wqlab.evals.scoring.journal import RESULT, Answer, Journal
-from wqlab.evals.scoring.settings import FULL, Setting
+from wqlab.evals.scoring.settings import FULL, Exam, Setting
 from wqlab.evals.scoring.stream import Stream
 from wqlab.evals.scoring.table import summarise_setting, to_table
 from wqlab.evals.threads import polite_threads
@@ -31,33 +31,41 @@ if TYPE_CHECKING:
 
 #: Rooms whose code decides an answer: a journal of other code is not continued.
 _CODE = ("cache", "evals", "hf", "layouts", "models/pocket", "quantizers")
+#: Fields of `Exam` that decide an answer.
+_ASKED = ("protocol", "split", "seed", "num_frames", "blind")
 #: Videos at a time.
 _BATCH = {"cpu": 2, "cuda": 16}
 
 
-@dataclass
 class _Run:
-    """What is asked of which model, checked; the work is in `finish`."""
+    """What is asked of which model; `finish` does the work.
 
-    loaded: Any
-    settings: list[Setting]
-    protocol: Protocol
-    split: str
-    seed: int
-    num_frames: int
-    blind: bool
-    items: list[pocketbench.Item]
-    turns: list[Turn] = field(default_factory=list)
+    Parameters
+    ----------
+    loaded : object
+        With ``model``, ``tokenizer`` and ``inputs``.
+    settings : list of Setting
+        Full precision among them.
+    exam : Exam
+        The questions.
 
-    def __post_init__(self) -> None:
-        model, tokenizer = self.loaded.model, self.loaded.tokenizer
-        self.embeddings = model.get_input_embeddings()
+    Raises
+    ------
+    ParameterError
+        For more frames than the context holds.
+    """
+
+    def __init__(self, loaded: Any, settings: list[Setting], exam: Exam) -> None:
+        self.loaded, self.settings, self.exam = loaded, settings, exam
+        self.embeddings = loaded.model.get_input_embeddings()
         self.device, self.dtype = self.embeddings.weight.device, self.embeddings.weight.dtype
         # A model that computes in float32 holds what a GPU would hold, 16 bits per number, also of metadata.
         self.storage = torch.float16 if self.dtype == torch.float32 else self.dtype
-        self.prefix = prompt.prefix_ids(tokenizer)
-        self.turns = [self.protocol.turn(tokenizer, item.questions) for item in self.items]
-        self.options = [[prompt.answer_ids(tokenizer, text) for text in turn.question.options] for turn in self.turns]
+        self.items = list(pocketbench.items(exam.split, exam.seed, exam.num_frames, stop=exam.limit))
+        protocol: Protocol = registry.lookup("protocol", exam.protocol)()
+        self.prefix = prompt.prefix_ids(loaded.tokenizer)
+        self.turns = [protocol.turn(loaded.tokenizer, item.questions) for item in self.items]
+        self.options = [[prompt.answer_ids(loaded.tokenizer, text) for text in turn.question.options] for turn in self.turns]
         self._check_context()
 
     def _check_context(self) -> None:
@@ -66,10 +74,11 @@ class _Run:
             for turn, options in zip(self.turns, self.options, strict=True)
         )
         context = int(self.loaded.model.config.get_text_config().max_position_embeddings)
-        if self.num_frames * NUM_PATCHES + text > context:
+        frames, visual = self.exam.num_frames, self.exam.num_frames * NUM_PATCHES
+        if visual + text > context:
             raise ParameterError(
-                f"num_frames = {self.num_frames} makes {self.num_frames * NUM_PATCHES:,} visual tokens, with {text} of text behind "
-                f"them; the context holds {context:,} tokens, so at most {(context - text) // NUM_PATCHES} frames fit"
+                f"num_frames = {frames} makes {visual:,} visual tokens, and up to {text} of text go with them; the context holds "
+                f"{context:,} tokens, so at most {(context - text) // NUM_PATCHES} frames fit"
             )
 
     def key(self) -> dict[str, Any]:
@@ -80,11 +89,7 @@ class _Run:
             "generator": {"version": pocketbench.VERSION, "sha256": pocketbench.generator_hash()},
             "weights": {entry.name: entry.sha256 for entry in self.loaded.inputs},
             "settings": [asdict(setting) for setting in self.settings],
-            "protocol": self.protocol.name,
-            "split": self.split,
-            "seed": self.seed,
-            "num_frames": self.num_frames,
-            "blind": self.blind,
+            **{name: getattr(self.exam, name) for name in _ASKED},
             "dtype": str(self.dtype),
             "device": environment.hardware_line() if self.device.type == "cuda" else self.device.type,
             "code": _code_hash(),
@@ -106,9 +111,11 @@ class _Run:
         began = time.perf_counter()
         model, items, turns = self.loaded.model, [self.items[i] for i in places], [self.turns[i] for i in places]
         asked, options = [turn.asked for turn in turns], [self.options[i] for i in places]
-        video = model.get_video_features(pocketbench.draw(items, self.device)).to(self.dtype)
-        if self.blind:
-            video = torch.zeros_like(video)
+        if self.exam.blind:
+            size = len(items), self.exam.num_frames * NUM_PATCHES, self.embeddings.weight.shape[1]
+            video = torch.zeros(size, dtype=self.dtype, device=self.device)
+        else:
+            video = model.get_video_features(pocketbench.draw(items, self.device)).to(self.dtype)
         prefix = self.embeddings(torch.tensor(self.prefix, device=self.device)).expand(len(items), -1, -1)
         stream = Stream.prefill(model, torch.cat([prefix, video], dim=1))
         stream.read([turn.prefilled for turn in turns])
@@ -158,22 +165,12 @@ def score_settings(
         Of `wqlab.models.pocket.load`: ``model``, ``tokenizer``, ``inputs``.
     settings : iterable of Setting
         What is compared.
-    protocol : str
-        A registered protocol.
-    split : {"easy", "hard"}
-        Of PocketBench.
-    seed : int
-        Stream of videos; those below `pocketbench.FIRST_TEST_SEED` are for development.
-    limit : int
-        Questions, from the stream's first on.
-    num_frames : int
-        Frames per video.
+    protocol, split, seed, limit, num_frames, blind
+        As `Exam`.
     batch_size : int, optional
         Videos at a time; default 2 on a CPU, 16 on a GPU. Changes speed and memory only.
     device : str, optional
         Where to run; default: where the model is.
-    blind : bool
-        Replace all visual tokens by zeros: what text alone gives away.
     out : path, optional
         Keep the answers in a folder in here, so that an interrupted run can be continued. Default: keep nothing.
 
@@ -188,29 +185,23 @@ def score_settings(
     UnknownNameError
         For another protocol or split.
     ParameterError
-        For a number outside its limits; more frames than the context holds.
+        For a number outside its limits, and more frames than the context holds.
     MissingPartError
         For a device that is not here.
     """
-    asking: Protocol = registry.lookup("protocol", protocol)()
-    batch = batch_size if batch_size is not None else _BATCH.get(torch.device(device or loaded.model.device).type, 1)
-    for name, value in (("limit", limit), ("batch_size", batch)):
-        if value < 1:
-            raise ParameterError(f"{name} = {value} is not 1 or more")
+    exam = Exam(protocol, split, seed, limit, num_frames, blind)
+    if batch_size is not None and batch_size < 1:
+        raise ParameterError(f"batch_size = {batch_size} is no number of videos; take 1 or more")
     if device is not None:
-        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-            raise MissingPartError(f"device {device}: torch sees no CUDA device here; use device cpu")
-        loaded.model.to(device)
+        loaded.model.to(find_device(device))
     chosen = list(dict.fromkeys([Setting(), *settings]))
-    items = list(pocketbench.items(split, seed, num_frames, stop=limit))
-    run = _Run(loaded, chosen, asking, split, seed, num_frames, blind, items)
+    run = _Run(loaded, chosen, exam)
     key = run.key()
     journal = Journal(key, [setting.label for setting in chosen], Path(out) if out is not None else None)
-    kept = sum(item.index in journal.answers for item in items)
-    run.finish(journal, batch)
-    common = {name: key[name] for name in ("protocol", "split", "seed", "num_frames", "blind")}
+    kept = sum(item.index in journal.answers for item in run.items)
+    run.finish(journal, batch_size or _BATCH.get(run.device.type, 1))
     # A longer run may have left answers beyond this one's limit.
-    table = to_table((journal.answers[item.index] for item in items), chosen, common)
+    table = to_table((journal.answers[item.index] for item in run.items), chosen, {name: key[name] for name in _ASKED})
     table.attrs = {"run": key, "kept": kept, "notes": journal.notes, "folder": journal.folder and str(journal.folder)}
     return table
 
@@ -235,8 +226,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return how one setting answers PocketBench, against full precision.
 
-    Parameters are those of `Setting` and `score_settings`, but answers are always kept: in `out`, by default the cache's folder
-    ``evals``. A run that was interrupted, or ended at a smaller `limit`, is continued.
+    Parameters are those of `Setting`, `Exam` and `score_settings`, but answers are always kept: in `out`, by default the cache's
+    folder ``evals``. A run that was interrupted, or ended at a smaller `limit`, is continued.
 
     Returns
     -------
@@ -251,7 +242,7 @@ def evaluate(
     Raises
     ------
     UnknownNameError, ParameterError, MissingPartError, OutputError
-        As `Setting` and `score_settings`; nothing was computed.
+        As `Setting` and `score_settings`, before anything is computed.
     """
     setting = Setting(method, num_bits, granularity, window_size, sink_windows)
     with polite_threads():
@@ -271,7 +262,7 @@ def evaluate(
     mine, run = table[table["setting"] == setting.label], table.attrs["run"]
     result = {
         **asdict(setting),
-        **{name: run[name] for name in ("benchmark", "protocol", "split", "seed", "num_frames", "blind")},
+        **{name: run[name] for name in ("benchmark", *_ASKED)},
         "one_answer": 1 / len(mine),
         **summarise_setting(table, setting.label),
         **{name: mine[name].iloc[0] for name in ("bits_per_element", "bytes_held", "bytes_fp16")},
@@ -285,6 +276,27 @@ def evaluate(
     }
     paths.write_text(Path(result["folder"]) / RESULT, records.dump_json(result))
     return result
+
+
+def find_device(name: str | torch.device | None = None) -> torch.device:
+    """Return the device of a name; without one the GPU where there is one, else the CPU.
+
+    Raises
+    ------
+    ParameterError
+        For a word that names no device.
+    MissingPartError
+        For a device that is not here.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ParameterError(f"device {name!r} is refused: use cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise MissingPartError(f"device {name}: torch sees no CUDA device here; use cpu")
+    return device
 
 
 def _video_bytes(report: dict[str, Any], visual: int, batch: int, itemsize: int) -> tuple[int, int]:

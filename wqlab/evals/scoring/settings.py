@@ -1,4 +1,4 @@
-"""What is compared: one way of holding a video's K and V."""
+"""What is compared, and on which questions. Wrong words and numbers are refused here, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from wqlab import registry
 from wqlab.errors import ParameterError, UnknownNameError
+from wqlab.evals import pocketbench
 from wqlab.hf import QuantizedKVCache
 from wqlab.types import Granularity
 
@@ -82,3 +83,44 @@ class Setting:
             stop=stop,
             sink_windows=self.sink_windows,
         )
+
+
+@dataclass(frozen=True)
+class Exam:
+    """Which questions are asked, and how.
+
+    Parameters
+    ----------
+    protocol : str
+        A registered protocol.
+    split : {"easy", "hard"}
+        Of PocketBench.
+    seed : int
+        Stream of videos; those below `pocketbench.FIRST_TEST_SEED` are for development.
+    limit : int
+        Questions, from the stream's first on.
+    num_frames : int
+        Frames per video.
+    blind : bool
+        Replace all visual tokens by zeros: what text alone gives away.
+
+    Raises
+    ------
+    UnknownNameError
+        For another protocol or split.
+    ParameterError
+        For a number outside its limits.
+    """
+
+    protocol: str = "cache_then_ask"
+    split: str = "easy"
+    seed: int = 0
+    limit: int = 100
+    num_frames: int = 32
+    blind: bool = False
+
+    def __post_init__(self) -> None:
+        registry.lookup("protocol", self.protocol)
+        if self.limit < 1:
+            raise ParameterError(f"limit = {self.limit} is no number of questions; ask 1 or more")
+        next(pocketbench.items(self.split, self.seed, self.num_frames))  # refuses now what it would refuse later
