@@ -13,7 +13,7 @@ from wqlab.models.pocket.configuration import PocketVLMConfig
 from wqlab.models.pocket.modeling import PocketVLMForConditionalGeneration
 from wqlab.types import Input
 
-VOCABULARY = 160
+VOCABULARY, HIDDEN = 160, 48
 SPECIAL = {"<|im_start|>": 1, "<|im_end|>": 2}
 
 
@@ -28,8 +28,8 @@ def tokenizer(text, add_special_tokens=True):
 def tiny_vlm():
     torch.manual_seed(0)
     text = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=640, bos_token_id=1, eos_token_id=2, pad_token_id=2,
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, bos_token_id=1, eos_token_id=2, pad_token_id=2,
         tie_word_embeddings=True,
     )  # fmt: skip
     model = PocketVLMForConditionalGeneration(PocketVLMConfig(text_config=text, projector_hidden_size=32)).eval()
@@ -42,15 +42,19 @@ def tiny_vlm():
 
 @pytest.fixture
 def loaded(tiny_vlm, monkeypatch):
-    """What `pocket.load` returns, for random weights; videos are noise that depends on the item alone."""
+    """What `pocket.load` returns, for random weights; a video is noise that depends on its item alone, and is seen at a glance."""
 
     def draw(items, device="cpu"):
-        frames = [
-            torch.randint(0, 256, (item.num_frames, 3, 8, 8), generator=torch.Generator().manual_seed(item.index)) for item in items
-        ]
-        return torch.stack(frames).repeat_interleave(32, -1).repeat_interleave(32, -2).to(torch.uint8).to(device)
+        shape = items[0].num_frames, 3, 8, 8
+        frames = [torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(item.index)) for item in items]
+        return torch.stack(frames).to(torch.uint8).to(device)
+
+    def see(frames):
+        gaze = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(0))
+        return (frames.flatten(3).transpose(2, 3).flatten(1, 2) / 128 - 1) @ gaze
 
     monkeypatch.setattr(pocketbench, "draw", draw)
+    monkeypatch.setattr(tiny_vlm, "get_video_features", see)
     return SimpleNamespace(
         model=tiny_vlm, tokenizer=tokenizer, note="random weights, for tests", inputs=[Input("tiny/model.safetensors", "0" * 64)]
     )

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from wqlab import cli
-from wqlab.evals import paired
+from wqlab.evals import paired, pocketbench
 from wqlab.models import fetch, pocket, shipped
 
-SMALL = ("--limit", "2", "--frames", "4", "--device", "cpu")
+SMALL = ("--limit", "2", "--frames", str(pocketbench.MIN_FRAMES), "--device", "cpu")
 
 
 @pytest.fixture
@@ -27,21 +27,8 @@ def command(loaded, capsys, monkeypatch, tmp_path):
 
 
 def test_json_is_one_object(command, tmp_path):
-    words = (
-        "--method",
-        "rtn",
-        "--num-bits",
-        "2",
-        "--granularity",
-        "window",
-        "--protocol",
-        "multi_turn",
-        "--split",
-        "easy",
-        "--seed",
-        "7",
-    )
-    code, out, err = command(*words, *SMALL, "--json")
+    words = "--method rtn --num-bits 2 --granularity window --protocol multi_turn --split easy --seed 7"
+    code, out, err = command(*words.split(), *SMALL, "--json")
     assert (code, err) == (0, "")
     result = json.loads(out)
     assert (result["n"], result["protocol"], result["seed"], result["granularity"]) == (2, "multi_turn", 7, "window")
@@ -55,7 +42,7 @@ def test_the_table_has_every_task_and_says_what_it_is(command):
     assert code == 0
     lines = out.splitlines()
     assert [line.split()[0] for line in lines[1:4]] == ["all", "action_localization", "action_sequence"]
-    assert "rtn INT4 window_channel, cache_then_ask, easy split, seed 0, 4 frames" in out
+    assert "rtn INT4 window_channel, cache_then_ask, easy split, seed 0, 8 frames" in out
     assert "5.00 bits per element with metadata" in out
     assert "one answer of 2 is 50.00%" in out
     code, out, _ = command(*SMALL)
@@ -72,7 +59,7 @@ def test_the_table_has_every_task_and_says_what_it_is(command):
         (("--protocol", "cache_and_ask"), "unknown protocol 'cache_and_ask': did you mean cache_then_ask"),
         (("--split", "medium"), "unknown split 'medium'"),
         (("--granularity", "windows", "--method", "rtn", "--num-bits", "2"), "granularity = 'windows' is not one of"),
-        (("--frames", "500"), "at most 9 frames fit"),
+        (("--frames", "500"), "at most 15 frames fit"),
         (("--limit", "0"), "limit = 0"),
         (("--device", "tpux"), "device 'tpux' is refused"),
     ],

@@ -9,7 +9,7 @@ from wqlab.evals.scoring.settings import Setting
 from wqlab.evals.scoring.stream import Stream, float32_head
 from wqlab.models.pocket import prompt
 
-FRAMES = 4
+FRAMES = pocketbench.MIN_FRAMES
 
 
 @pytest.fixture(scope="module")
