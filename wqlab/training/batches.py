@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wqlab.evals.pocketbench import make_item, tasks
+from wqlab.evals.pocketbench import make_item, task_names
 from wqlab.evals.pocketbench.drawing import Orders, orders
 from wqlab.evals.pocketbench.scene import Scene
 from wqlab.models.pocket import prompt
@@ -47,7 +47,7 @@ class Batch(NamedTuple):
 def make(tokenizer: Any, step: Step, count: int, seed: int, index: int) -> Batch:
     """Return batch number `index` of a stream: `count` videos of one kind and length."""
     rng = random.Random(f"batch/{seed}/{index}")
-    names = tasks()
+    names = task_names()
     scenes, rows, said = list[Scene](), list[tuple[list[int], list[int]]](), list[str]()
     for i in range(count):
         split = "hard" if rng.random() < HARD_SHARE else "easy"

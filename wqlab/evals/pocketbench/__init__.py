@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from wqlab.evals.pocketbench.generate import FIRST_TEST_SEED, MIN_FRAMES, VERSION, generator_hash, items, make_item, tasks
+from wqlab.evals.pocketbench.generate import FIRST_TEST_SEED, MIN_FRAMES, VERSION, generator_hash, items, make_item, task_names
 from wqlab.evals.pocketbench.scene import LEVELS, SIZE, Item, Question, Scene
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FIRST_TEST_SEED", "LEVELS", "MIN_FRAMES", "SIZE", "VERSION", "Item", "Question", "Scene",
-    "draw", "generator_hash", "items", "make_item", "tasks",
+    "draw", "generator_hash", "items", "make_item", "task_names",
 ]  # fmt: skip
 
 

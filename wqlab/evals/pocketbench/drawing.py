@@ -67,11 +67,10 @@ class Canvas:
     def frames(self, orders: Orders) -> Tensor:
         """Draw orders in one piece: uint8 [videos, frames, 3, SIZE, SIZE]."""
         videos, length = orders.pictures.shape
-        moved = orders._replace(
-            **{k: v.to(self.device, non_blocking=True) for k, v in orders._asdict().items() if isinstance(v, Tensor)}
-        )
+        moved = orders.to(self.device)
         crops = moved.crops.repeat_interleave(length, 0)
-        texture = torch.arange(videos * length, device=self.device) % _TEXTURES
+        # By the video alone, so that a video looks the same in every batch.
+        texture = ((torch.arange(length, device=self.device) + moved.crops[:, :1]) % _TEXTURES).flatten()
         steps = torch.arange(SIZE, device=self.device)
         columns = torch.where(crops[:, 2:] == 1, SIZE - 1 - steps, steps) + crops[:, :1]
         rows = steps + crops[:, 1:2]
@@ -147,6 +146,11 @@ class Orders(NamedTuple):
     weather: Tensor
     crops: Tensor
     strength: Tensor
+
+    def to(self, device: torch.device) -> Orders:
+        """Return the same on `device`; the copies do not wait for the GPU."""
+        moved = {name: part.to(device, non_blocking=True) for name, part in self._asdict().items() if isinstance(part, Tensor)}
+        return self._replace(**moved)  # type: ignore[arg-type]
 
 
 def orders(scenes: Sequence[Scene]) -> Orders:

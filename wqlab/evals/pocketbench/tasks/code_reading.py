@@ -26,7 +26,7 @@ def make(b: Builder) -> list[Question]:
     b.bystanders(bystanders, [], spots[count:])
     right = texts[0]
     if b.hard:
-        x, y = b.rng.choice([d for d in DIGITS if d not in right]), b.rng.choice([d for d in DIGITS if d not in right])
+        x, y = b.rng.sample([d for d in DIGITS if d not in right], 2)
         wrong = [right[0] + x, y + right[1], y + x]
     else:
         wrong = b.rng.sample([d for d in DIGITS if d != right], 3)
