@@ -56,8 +56,8 @@ class PocketVLMAdapter(Adapter):
         """
         counts = self.visual_positions(model, inputs).sum(1).tolist()
         pixels = inputs.get("pixel_values_videos")
-        hidden = model.config.text_config.hidden_size
-        found = model.get_video_features(pixels).flatten(0, 1) if pixels is not None else torch.zeros(0, hidden)
+        none = model.get_input_embeddings()(inputs["input_ids"][0, :0])
+        found = none if pixels is None else model.get_video_features(pixels).flatten(0, 1)
         if sum(counts) != len(found):
             raise ParameterError(f"the prompt has {sum(counts)} places for visual tokens and the videos have {len(found)}")
         return list(torch.split(found, counts))
