@@ -55,6 +55,8 @@ def loaded(tiny_vlm, monkeypatch):
 
     monkeypatch.setattr(pocketbench, "draw", draw)
     monkeypatch.setattr(tiny_vlm, "get_video_features", see)
-    return SimpleNamespace(
-        model=tiny_vlm, tokenizer=tokenizer, note="random weights, for tests", inputs=[Input("tiny/model.safetensors", "0" * 64)]
-    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # operations this small only wait for a second thread
+    weights = [Input("tiny/model.safetensors", "0" * 64)]
+    yield SimpleNamespace(model=tiny_vlm, tokenizer=tokenizer, note="random weights, for tests", inputs=weights)
+    torch.set_num_threads(threads)
