@@ -234,6 +234,31 @@ def eval_pocketbench(
     typer.echo(below)
 
 
+@models_app.command("train-pocket")
+def models_train_pocket(
+    out: Annotated[Path, typer.Option(help="Folder of the run; one that stopped is continued.")] = Path("pocket-vlm"),
+    steps: Annotated[int | None, typer.Option(help="Steps in all; fixed for a run.")] = None,
+    tokens_per_step: Annotated[int | None, typer.Option(help="Visual and text tokens of a step.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights and videos.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Stop with a checkpoint after this long.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU where there is one.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the decoder layers: faster after a minute.")] = False,
+) -> None:
+    """Train the pocket VLM; needs a GPU to end within an hour. The same line goes on where a run stopped."""
+    from wqlab.models.fetch import fetch
+    from wqlab.training import pocket
+
+    given = {"steps": steps, "tokens_per_step": tokens_per_step, "seed": seed}
+    settings = pocket.Settings(**{name: value for name, value in given.items() if value is not None})
+    with terminal.fetch_bar() as progress:
+        fetch(["smollm2", "efficientnet_lite0", "clips"], progress=progress)
+    with terminal.bar("training"):
+        done = pocket.train(out, settings, minutes=minutes, device=device, compiled=compiled)
+    typer.echo(out / "pocket-vlm.safetensors")
+    if not done:
+        raise _IncompleteError("stopped before its last step; the same line goes on")
+
+
 @app.command()
 def bench(
     words: Annotated[list[str], typer.Argument(metavar="NAME | show NAME", help="A bench to run, or a record to show.")],
