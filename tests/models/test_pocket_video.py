@@ -177,7 +177,7 @@ def make_cover(path: Path) -> Path:
     with av.open(str(path / "song.flac"), "w") as container:
         audio, cover = container.add_stream("flac", rate=16000), container.add_stream("png", rate=1)
         cover.width, cover.height, cover.pix_fmt = 32, 32, "rgb24"
-        cover.disposition = int(av.stream.Disposition.attached_pic)
+        cover.disposition = av.stream.Disposition.attached_pic.value
         container.mux(cover.encode(av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8), format="rgb24")))
         container.mux([*audio.encode(silence(1)), *audio.encode()])
     return path / "song.flac"
