@@ -77,7 +77,9 @@ def test_the_top_level_is_the_designs_list(tracked):
 
 
 def test_no_tracked_file_is_large(tracked):
-    assert [str(p) for p in tracked if (ROOT / p).stat().st_size > 4e6] == []
+    # Only what this project trained may be larger: weights that a reader cannot get elsewhere.
+    limits = {path: 16e6 if path.parts[:2] == ("data", "models") else 4e6 for path in tracked}
+    assert [str(path) for path, limit in limits.items() if (ROOT / path).stat().st_size > limit] == []
 
 
 def test_names_say_what_a_file_is_for(tracked):
