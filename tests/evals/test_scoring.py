@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from wqlab import progress
-from wqlab.errors import MissingPartError, OutputError, ParameterError, UnknownNameError
+from wqlab.errors import MissingPartError, NonFiniteError, OutputError, ParameterError, UnknownNameError
 from wqlab.evals import paired, pocketbench
-from wqlab.evals.scoring import Setting, evaluate, score_settings, summarise_setting
+from wqlab.evals.scoring import Setting, evaluate, rows, score_settings, summarise_setting
 from wqlab.models.pocket import prompt
 
 INT8, INT4, INT2 = (Setting("rtn", bits) for bits in (8, 4, 2))
@@ -96,6 +96,17 @@ def test_blind_answers_depend_on_the_text_alone(loaded, asked, monkeypatch):
     monkeypatch.setattr(loaded.model, "get_video_features", lambda frames: torch.zeros(len(frames), TOKENS, 48))
     np.testing.assert_array_equal(scores(blind, "fp16"), scores(score_settings(loaded, [], **SMALL), "fp16"))
     assert float(np.abs(scores(blind, "fp16") - scores(seen, "fp16")).max()) > 1e-2
+
+
+def test_full_precision_is_one_setting_whatever_else_is_said(loaded):
+    table = score_settings(loaded, [Setting("fp16", 16, "window"), Setting(), INT2, INT2], **SMALL | {"limit": 1})
+    assert list(table["setting"]) == ["fp16", INT2.label]
+
+
+def test_nan_is_named(loaded, monkeypatch):
+    monkeypatch.setattr(rows, "option_log_probs", lambda logits, options: torch.full((1, 4), torch.nan))
+    with pytest.raises(NonFiniteError, match="NaN or infinite; run it in bfloat16"):
+        score_settings(loaded, [], **SMALL)
 
 
 def test_evaluate_reports_what_the_table_says(loaded, tmp_path):

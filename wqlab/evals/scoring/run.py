@@ -194,12 +194,13 @@ def score_settings(
         raise ParameterError(f"batch_size = {batch_size} is no number of videos; take 1 or more")
     if device is not None:
         loaded.model.to(find_device(device))
-    chosen = list(dict.fromkeys([Setting(), *settings]))
+    chosen = [Setting(), *(setting for setting in dict.fromkeys(settings) if setting.method != FULL)]
     run = _Run(loaded, chosen, exam)
     key = run.key()
     journal = Journal(key, [setting.label for setting in chosen], Path(out) if out is not None else None)
     kept = sum(item.index in journal.answers for item in run.items)
-    run.finish(journal, batch_size or _BATCH.get(run.device.type, 1))
+    with polite_threads():
+        run.finish(journal, batch_size or _BATCH.get(run.device.type, 1))
     # A longer run may have left answers beyond this one's limit.
     table = to_table((journal.answers[item.index] for item in run.items), chosen, {name: key[name] for name in _ASKED})
     table.attrs = {"run": key, "kept": kept, "notes": journal.notes, "folder": journal.folder and str(journal.folder)}
@@ -245,20 +246,19 @@ def evaluate(
         As `Setting` and `score_settings`, before anything is computed.
     """
     setting = Setting(method, num_bits, granularity, window_size, sink_windows)
-    with polite_threads():
-        table = score_settings(
-            loaded,
-            [setting],
-            protocol=protocol,
-            split=split,
-            seed=seed,
-            limit=limit,
-            num_frames=num_frames,
-            batch_size=batch_size,
-            device=device,
-            blind=blind,
-            out=out if out is not None else paths.cache_dir() / "evals",
-        )
+    table = score_settings(
+        loaded,
+        [setting],
+        protocol=protocol,
+        split=split,
+        seed=seed,
+        limit=limit,
+        num_frames=num_frames,
+        batch_size=batch_size,
+        device=device,
+        blind=blind,
+        out=out if out is not None else paths.cache_dir() / "evals",
+    )
     mine, run = table[table["setting"] == setting.label], table.attrs["run"]
     result = {
         **asdict(setting),

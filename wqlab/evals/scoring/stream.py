@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wqlab.errors import NonFiniteError
 from wqlab.evals.scoring import rows
 from wqlab.hf import QuantizedKVCache, cache_argument
 
@@ -105,8 +106,18 @@ class Stream:
         """Read `asked` and return the log-probability of each option behind it, its tokens summed: float64 [batch, options].
 
         An option's last token (the end token) is scored, and never read.
+
+        Raises
+        ------
+        NonFiniteError
+            When one is NaN or infinite.
         """
-        return rows.option_log_probs(self.read(asked, [[text[:-1] for text in row] for row in options]), options)
+        scores = rows.option_log_probs(self.read(asked, [[text[:-1] for text in row] for row in options]), options)
+        if not bool(torch.isfinite(scores).all()):
+            raise NonFiniteError(
+                "the model gives an option a log-probability that is NaN or infinite; run it in bfloat16 or float32"
+            )
+        return scores
 
 
 @contextmanager
