@@ -51,7 +51,7 @@ def loaded(tiny_vlm, monkeypatch):
 
     def see(frames):
         gaze = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(0))
-        return (frames.flatten(3).transpose(2, 3).flatten(1, 2) / 128 - 1) @ gaze
+        return (frames.flatten(3).transpose(2, 3).flatten(1, 2) / 128 - 1) @ gaze.to(frames.device)
 
     monkeypatch.setattr(pocketbench, "draw", draw)
     monkeypatch.setattr(tiny_vlm, "get_video_features", see)

@@ -1,5 +1,6 @@
 """Whole runs on random weights: what the metrics must show by construction, resuming, damage and refusals."""
 
+import copy
 import json
 import logging
 
@@ -176,6 +177,28 @@ def test_damaged_lines_are_named_kept_and_answered_again(loaded, asked, tmp_path
     assert {k: after[k] for k in ("accuracy", "n", "flip_rate")} == {k: before[k] for k in ("accuracy", "n", "flip_rate")}
     assert after["kl"] == pytest.approx(before["kl"], abs=1e-5)
     assert evaluate(loaded, method="rtn", num_bits=2, out=tmp_path, **SMALL)["notes"] == []
+
+
+def test_a_damaged_result_is_kept(loaded, tmp_path):
+    first = evaluate(loaded, out=tmp_path, **SMALL)
+    (path,) = tmp_path.glob("*/result.json")
+    path.write_text('{"accuracy": 0.')
+    second = evaluate(loaded, out=tmp_path, **SMALL)
+    assert path.with_name("result.json.damaged-1").read_text() == '{"accuracy": 0.'
+    assert second["notes"] == [f"{path} was damaged; it is kept as result.json.damaged-1"]
+    assert (json.loads(path.read_text()), second["accuracy"]) == (second, first["accuracy"])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_bfloat16_holds_bfloat16(loaded, device):
+    exact = score_settings(loaded, [INT8, INT2], **SMALL)
+    loaded.model = copy.deepcopy(loaded.model).to(torch.bfloat16)
+    table = score_settings(loaded, [INT8, INT2], device=device, **SMALL)
+    assert table.attrs["run"]["dtype"] == "torch.bfloat16"
+    np.testing.assert_allclose(scores(table, "fp16"), scores(exact, "fp16"), atol=0.3)
+    kl = table.groupby("setting")["kl"].mean()
+    assert 0 == kl["fp16"] < kl[INT8.label] < kl[INT2.label]
+    assert table.groupby("setting")["bits_per_element"].first().to_dict() == {"fp16": 16, INT8.label: 9, INT2.label: 3}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import shutil
 from collections.abc import Iterable, Sequence
@@ -118,6 +119,19 @@ class Journal:
     def _write(self, path: Path) -> None:
         ordered = (self.answers[index] for index in sorted(self.answers))
         paths.write_text(path, "".join(answer.model_dump_json() + "\n" for answer in ordered))
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> None:
+    """Write ``result.json`` of a run; one that is there and damaged is kept beside it and named in the result's ``notes``."""
+    path = folder / RESULT
+    try:
+        json.loads(path.read_bytes())
+    except FileNotFoundError:
+        pass
+    except ValueError:
+        result["notes"].append(f"{path} was damaged; it is kept as {_copy_aside(path).name}")
+        log.warning(result["notes"][-1])
+    paths.write_text(path, records.dump_json(result))
 
 
 def _copy_aside(path: Path) -> Path:

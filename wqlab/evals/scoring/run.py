@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wqlab import paths, progress, records, registry
+from wqlab import paths, progress, registry
 from wqlab.errors import MissingPartError, ParameterError
 from wqlab.evals import pocketbench
 from wqlab.evals.protocols import Protocol
-from wqlab.evals.scoring.journal import RESULT, Answer, Journal
+from wqlab.evals.scoring.journal import Answer, Journal, write_result
 from wqlab.evals.scoring.settings import FULL, Exam, Setting
 from wqlab.evals.scoring.stream import Stream
 from wqlab.evals.scoring.table import summarise_setting, to_table
@@ -274,7 +274,7 @@ def evaluate(
         "runtime_s": float(mine["seconds"].sum()),
         **{name: table.attrs[name] for name in ("kept", "notes", "folder")},
     }
-    paths.write_text(Path(result["folder"]) / RESULT, records.dump_json(result))
+    write_result(Path(result["folder"]), result)
     return result
 
 
