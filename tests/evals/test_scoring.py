@@ -189,7 +189,10 @@ def test_a_damaged_result_is_kept(loaded, tmp_path):
     assert (json.loads(path.read_text()), second["accuracy"]) == (second, first["accuracy"])
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+NEEDS_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 def test_bfloat16_holds_bfloat16(loaded, device):
     exact = score_settings(loaded, [INT8, INT2], **SMALL)
     loaded.model = copy.deepcopy(loaded.model).to(torch.bfloat16)
