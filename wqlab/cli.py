@@ -243,17 +243,19 @@ def models_train_pocket(
     minutes: Annotated[float | None, typer.Option(help="Stop with a checkpoint after this long.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU where there is one.")] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the decoder layers: faster after a minute.")] = False,
+    start: Annotated[Path | None, typer.Option("--from", help="Begin with the weights of a finished file.")] = None,
+    begin: Annotated[float | None, typer.Option(help="Share of the curriculum that is skipped, 0 to 1.")] = None,
 ) -> None:
     """Train the pocket VLM; needs a GPU to end within an hour. The same line goes on where a run stopped."""
     from wqlab.models.fetch import fetch
     from wqlab.training import pocket
 
-    given = {"steps": steps, "tokens_per_step": tokens_per_step, "seed": seed}
+    given: dict[str, Any] = {"steps": steps, "tokens_per_step": tokens_per_step, "seed": seed, "begin": begin}
     settings = pocket.Settings(**{name: value for name, value in given.items() if value is not None})
     with terminal.fetch_bar() as progress:
         fetch(["smollm2", "efficientnet_lite0", "clips"], progress=progress)
     with terminal.bar("training"):
-        done = pocket.train(out, settings, minutes=minutes, device=device, compiled=compiled)
+        done = pocket.train(out, settings, minutes=minutes, device=device, compiled=compiled, start=start)
     typer.echo(out / "pocket-vlm.safetensors")
     if not done:
         raise _IncompleteError("stopped before its last step; the same line goes on")

@@ -1,9 +1,12 @@
 """The trainer, with a tiny random language model: batches, learning, and going on after a stop."""
 
+from dataclasses import asdict
+
 import pandas as pd
 import pytest
 import torch
 
+import wqlab.models
 from wqlab.errors import ParameterError
 from wqlab.models.pocket import prompt
 from wqlab.models.pocket.vision import EfficientNetLite0
@@ -28,7 +31,7 @@ def trainer(tiny_llama, **changes):
 
 def run(own, until):
     """Take the plan's steps up to `until`, with shorter and fewer videos."""
-    for index, step, count in own.settings.plan()[own.step : until]:
+    for index, step, _ in own.settings.plan()[own.step : until]:
         short = Step(step.kind, min(step.num_frames, 8 if step.kind == "questions" else 1))
         own.advance(batches.make(Letters(), short, 1, own.settings.seed, index))
 
@@ -108,6 +111,20 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not(tiny_llama, another_tiny_ll
         torch.testing.assert_close(one, two)
 
 
+def test_a_new_run_begins_with_the_weights_of_a_finished_one(tiny_llama, another_tiny_llama, tmp_path):
+    own = trainer(tiny_llama)
+    with torch.no_grad():
+        for parameter in own.parameters:
+            parameter.normal_()
+    pocket.write(tmp_path, own, wqlab.models.LanguageModel(tiny_llama, Letters(), "tiny", "tiny", []))
+    later = trainer(another_tiny_llama, begin=0.85)
+    later.start_from(tmp_path / "pocket-vlm.safetensors")
+    for one, two in zip(own.parameters, later.parameters, strict=True):
+        torch.testing.assert_close(one.half().float(), two)
+    assert later.started_from["settings"] == asdict(own.settings)
+    assert later.settings.done(0) == 0.85
+
+
 def test_another_runs_checkpoint_is_refused(tiny_llama, another_tiny_llama, tmp_path):
     own = trainer(tiny_llama)
     own.save(tmp_path / "checkpoint.pt")
@@ -127,8 +144,6 @@ def test_the_log_has_a_row_per_kind(tiny_llama, tmp_path):
 
 
 def test_train_stops_in_time_goes_on_and_writes_what_it_trained(tiny_llama, another_tiny_llama, tmp_path, monkeypatch):
-    import wqlab.models
-
     waiting = [tiny_llama, another_tiny_llama]
 
     def load(name):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from wqlab import progress
+from wqlab import paths, progress
 from wqlab.bench import Bench
 from wqlab.registry import register
 
@@ -26,14 +26,14 @@ class Run(NamedTuple):
 
 
 RUNS = (
-    Run("cache_then_ask", "easy", 32, 960),
-    Run("cache_then_ask", "hard", 32, 960),
-    Run("cache_then_ask", "easy", 100, 480),
-    Run("cache_then_ask", "hard", 100, 480),
-    Run("paper_literal", "hard", 32, 480),
-    Run("multi_turn", "hard", 32, 480),
-    Run("cache_then_ask", "easy", 32, 960, blind=True),
-    Run("cache_then_ask", "hard", 32, 960, blind=True),
+    Run("cache_then_ask", "easy", 32, 480),
+    Run("cache_then_ask", "hard", 32, 480),
+    Run("cache_then_ask", "easy", 100, 240),
+    Run("cache_then_ask", "easy", 32, 480, blind=True),
+    Run("cache_then_ask", "hard", 32, 480, blind=True),
+    Run("cache_then_ask", "hard", 100, 240),
+    Run("multi_turn", "hard", 32, 240),
+    Run("paper_literal", "hard", 32, 240),
 )
 QUICK = (Run("cache_then_ask", "hard", 8, 12),)
 _FRAMES_PER_BATCH = {"cuda": 1536, "cpu": 64}
@@ -92,6 +92,7 @@ class PocketBenchBench(Bench):
                 seed=SEED,
                 batch_size=max(1, _FRAMES_PER_BATCH[device.type] // run.num_frames),
                 device=device,
+                out=paths.cache_dir() / "evals",  # a run that was interrupted continues
             )
             tables.append(table)
         data = pd.concat(tables, ignore_index=True)

@@ -24,7 +24,8 @@ from wqlab import paths, progress
 from wqlab.errors import ParameterError
 from wqlab.evals.pocketbench.drawing import Canvas
 from wqlab.models.pocket import prompt
-from wqlab.models.pocket.lora import inject
+from wqlab.models.pocket.adapter_file import read_adapter, write_adapter
+from wqlab.models.pocket.lora import inject, lora_state
 from wqlab.models.pocket.projector import PocketProjector
 from wqlab.models.pocket.vision import NUM_PATCHES, load_vision, normalise, patch_features
 from wqlab.training.batches import IGNORED, Batch, Stream
@@ -52,6 +53,8 @@ class Settings:
         Of the projector.
     projector_rate, lora_rate : float
         Learning rates before the schedule's factor.
+    begin : float
+        Share of the curriculum that is skipped, 0 to 1: for going on from weights that learned it.
     """
 
     steps: int = 5000
@@ -61,15 +64,22 @@ class Settings:
     hidden: int = 1152
     projector_rate: float = 1e-3
     lora_rate: float = 5e-4
+    begin: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.begin < 1:
+            raise ParameterError(f"begin = {self.begin} is no share of the curriculum: 0 or more, and less than 1")
         if self.steps < 1 or self.tokens_per_step < 1:
             raise ParameterError(f"steps = {self.steps} and tokens_per_step = {self.tokens_per_step} must be 1 or more")
+
+    def done(self, step: int) -> float:
+        """Return the share of the curriculum that is behind at a step."""
+        return self.begin + (1 - self.begin) * step / self.steps
 
     def plan(self) -> list[tuple[int, Step, int]]:
         """Return index, step and number of videos of every step."""
         rng = random.Random(f"plan/{self.seed}")
-        chosen = [choose(rng, index / self.steps) for index in range(self.steps)]
+        chosen = [choose(rng, self.done(index)) for index in range(self.steps)]
         return [(i, s, max(1, self.tokens_per_step // (s.num_frames * NUM_PATCHES + 64))) for i, s in enumerate(chosen)]
 
 
@@ -114,6 +124,7 @@ class Trainer:
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), weight_decay=0.01, fused=on_gpu)
         self.step, self.log, self.seconds = 0, list[dict[str, Any]](), 0.0
+        self.started_from: dict[str, Any] | None = None
         self._waiting: list[tuple[Step, Tensor, Tensor]] = []
         self._prefix = torch.tensor(prompt.prefix_ids(tokenizer), device=self.device)
         if compiled:
@@ -145,7 +156,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        factor = rate(self.step, self.step / self.settings.steps)
+        factor = rate(self.step, self.settings.done(self.step))
         for group in self.optimizer.param_groups:
             group["lr"] = group["base"] * factor
         self.optimizer.step()
@@ -167,11 +178,28 @@ class Trainer:
         """Write a checkpoint, atomically."""
         state = {
             "settings": asdict(self.settings), "step": self.step, "seconds": self.seconds, "log": self.log,
+            "started_from": self.started_from,
             "projector": self.projector.state_dict(), "adapters": [p.detach() for p in self.adapters],
             "optimizer": self.optimizer.state_dict(),
         }  # fmt: skip
         with paths.atomic_path(path) as temporary:
             torch.save(state, temporary)
+
+    def start_from(self, path: Path | str) -> None:
+        """Begin with the weights of a finished file; the optimizer starts anew.
+
+        Raises
+        ------
+        MissingPartError, DamagedFileError
+            As `wqlab.models.pocket.adapter_file.read_adapter`.
+        """
+        part = read_adapter(path)
+        self.projector.load_state_dict(part.projector)
+        with torch.no_grad():
+            for name, parameter in lora_state(self.language_model).items():
+                parameter.copy_(part.lora[name])
+        kept = ("settings", "step", "seconds", "started_from", "provenance")
+        self.started_from = {"sha256": part.sha256, **{name: part.meta[name] for name in kept if name in part.meta}}
 
     def restore(self, path: Path) -> None:
         """Go on from a checkpoint.
@@ -188,6 +216,7 @@ class Trainer:
                 "go on with its settings, or name another --out"
             )
         self.step, self.seconds, self.log = state["step"], state["seconds"], state["log"]
+        self.started_from = state["started_from"]
         self.projector.load_state_dict(state["projector"])
         with torch.no_grad():
             for parameter, value in zip(self.adapters, state["adapters"], strict=True):
@@ -202,6 +231,7 @@ def train(
     device: str | None = None,
     workers: int | None = None,
     compiled: bool = False,
+    start: Path | str | None = None,
 ) -> bool:
     """Train, or go on where `out` stopped; return whether all steps are done.
 
@@ -219,6 +249,8 @@ def train(
         Processes that make batches; default: one less than there are cores, at least 1.
     compiled : bool
         As `Trainer`.
+    start : path, optional
+        A finished file whose weights a new run begins with.
 
     Raises
     ------
@@ -247,6 +279,8 @@ def train(
     trainer = Trainer(settings, device, loaded.model, load_vision(), loaded.tokenizer, compiled)
     if checkpoint.is_file():
         trainer.restore(checkpoint)
+    elif start is not None:
+        trainer.start_from(start)
     before, saved = trainer.seconds, time.perf_counter()
     for batch in batches:
         trainer.advance(batch)
@@ -278,12 +312,11 @@ def _write_log(folder: Path, trainer: Trainer) -> None:
 
 def write(folder: Path, trainer: Trainer, loaded: Any) -> None:
     """Write what was trained as the file that `wqlab.models.pocket.load` reads, and the checkpoint's provenance beside it."""
-    from wqlab.models.pocket.adapter_file import write_adapter
     from wqlab.profile import environment
 
     settings = asdict(trainer.settings)
     meta = {
-        "settings": settings, "step": trainer.step, "seconds": round(trainer.seconds, 1),
+        "settings": settings, "step": trainer.step, "seconds": round(trainer.seconds, 1), "started_from": trainer.started_from,
         "base": [asdict(entry) for entry in loaded.inputs], "provenance": environment.provenance("wqlab models train-pocket"),
     }  # fmt: skip
     write_adapter(folder / "pocket-vlm.safetensors", trainer.projector, trainer.language_model, meta)
