@@ -14,7 +14,7 @@ from wqlab.evals.pocketbench.drawing import Orders, orders
 from wqlab.evals.pocketbench.scene import Scene
 from wqlab.models.pocket import prompt
 from wqlab.training import captions
-from wqlab.training.curriculum import HARD_SHARE, Step
+from wqlab.training.curriculum import HARD_SHARE, TASK_WEIGHTS, Step
 
 #: What cross entropy leaves out.
 IGNORED = -100
@@ -53,9 +53,11 @@ def make(tokenizer: Any, step: Step, count: int, seed: int, index: int) -> Batch
         split = "hard" if rng.random() < HARD_SHARE else "easy"
         number = index * 10_000 + i
         if step.kind == "questions":
-            item = make_item(split, seed, number, step.num_frames, rng.choice(names), training=True)
-            # In any order, so that the model learns to answer a second question too.
-            turns = [(q.text, q.options, q.options[q.answer]) for q in rng.sample(item.questions, len(item.questions))]
+            task = rng.choices(names, [TASK_WEIGHTS.get(name, 1.0) for name in names])[0]
+            item = make_item(split, seed, number, step.num_frames, task, training=True)
+            # The task's own question and some of the others, in any order: a second question has to be answered too.
+            asked_now = [item.questions[0], *(q for q in item.questions[1:] if rng.random() < 0.5)]
+            turns = [(q.text, q.options, q.options[q.answer]) for q in rng.sample(asked_now, len(asked_now))]
             scenes.append(item.scene)
             said.append(item.questions[0].task)
         else:

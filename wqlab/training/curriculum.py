@@ -54,6 +54,8 @@ PHASES: tuple[tuple[float, dict[Step, float]], ...] = (
         },
     ),
 )  # fmt: skip
+#: How often a task is drawn, where not 1: those that were learned last, on development seeds.
+TASK_WEIGHTS = {"action_sequence": 3.0, "unexpected_action": 3.0, "character_order": 2.0}
 #: Share of videos of the hard level.
 HARD_SHARE = 0.55
 _WARM_UP_STEPS = 100
