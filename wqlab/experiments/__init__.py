@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from wqlab import registry
 from wqlab.errors import ParameterError
 from wqlab.models.catalog import PARTS
+from wqlab.models.shipped import POCKET_VLM, POCKET_VLM_PARTS
 from wqlab.types import Result
 
 
@@ -71,8 +72,10 @@ class Experiment(ABC, Generic[P]):
     live: ClassVar[bool] = True
 
     def parts(self, parameters: P) -> list[str]:
-        """Return the catalogue names of what must be fetched before `run`; by default the parameter ``model``, if it is one."""
+        """Return the catalogue names of what must be fetched before `run`; by default those of the parameter ``model``."""
         model = getattr(parameters, "model", None)
+        if model == POCKET_VLM:
+            return list(POCKET_VLM_PARTS)
         return [model] if model in PARTS else []
 
     @abstractmethod

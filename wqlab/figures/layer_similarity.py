@@ -1,4 +1,4 @@
-"""Fig. 8: s_i per layer, as the paper's strip of shades and as a line that can be read."""
+"""Fig. 8: s_i per layer, as the paper's strip of shades and as a line that can be read, for each model side by side."""
 
 from __future__ import annotations
 
@@ -9,28 +9,44 @@ from wqlab.registry import register
 from wqlab.types import Result
 
 if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
 @register("figure", "layer_similarity")
 def draw(result: Result) -> Figure:
-    """Draw the strip above the two readings of Eq. 9."""
+    """Draw a column per model: the strip above the two readings of Eq. 9."""
     import matplotlib.pyplot as plt
+
+    tables = list(result.data.groupby("input", sort=False))
+    figure, axes = plt.subplots(
+        2, len(tables), figsize=(7.2 if len(tables) == 1 else 10.2, 3.9), sharex="col", sharey="row", squeeze=False,
+        height_ratios=[1, 5], gridspec_kw={"hspace": 0.04},
+    )  # fmt: skip
+    for (strip, lines), (read, table) in zip(axes.T, tables, strict=True):
+        _strip(strip, table)
+        strip.set_title(f"{table['model'].iloc[0]} on {read}")
+        _lines(lines, table, result)
+    axes[0, 0].set_ylabel("s_i", rotation=0, labelpad=14, va="center")
+    axes[1, 0].set_ylabel("cosine, before and after attention (s_i)")
+    axes[1, -1].legend(loc="best")
+    return figure
+
+
+def _strip(axis: Axes, table: pd.DataFrame) -> None:
     import seaborn as sns
 
-    data = result.data
-    figure, (strip, lines) = plt.subplots(2, 1, figsize=(7.2, 3.9), sharex=True, height_ratios=[1, 5], gridspec_kw={"hspace": 0.04})
-    sns.heatmap(data[["s_i"]].T, ax=strip, cmap="Blues", vmin=0, vmax=1, cbar=False, xticklabels=False, yticklabels=False)
-    strip.set_ylabel("s_i", rotation=0, labelpad=14, va="center")
-    strip.set_title(f"How little attention turns the hidden state: {result.parameters['model']}")
-    x = data["layer"] + 0.5  # the centre of the strip's cell
+    sns.heatmap(table[["s_i"]].T, ax=axis, cmap="Blues", vmin=0, vmax=1, cbar=False, xticklabels=False, yticklabels=False)
+
+
+def _lines(axis: Axes, table: pd.DataFrame, result: Result) -> None:
+    x = table["layer"] + 0.5  # the centre of the strip's cell
     style = EVIDENCE_STYLE[result.evidence["s_i_residual"].kind]
-    lines.plot(x, data["s_i_residual"], **style, label=label("after the residual add", result, "s_i_residual"))
-    lines.plot(x, data["s_i_attention"], **style, label=label("attention output alone", result, "s_i_attention"))
-    lines.axhline(0, color="0.6", linewidth=0.8)
-    lines.set(xlabel="decoder layer", ylabel="cosine, before and after attention (s_i)")
-    step = max(1, len(data) // 15)
-    lines.set_xticks(x[::step], data["layer"][::step])
-    lines.set_xlim(0, len(data))
-    lines.legend(loc="best")
-    return figure
+    axis.plot(x, table["s_i_residual"], **style, label=label("after the residual add", result, "s_i_residual"))
+    axis.plot(x, table["s_i_attention"], **style, label=label("attention output alone", result, "s_i_attention"))
+    axis.axhline(0, color="0.6", linewidth=0.8)
+    axis.set_xlabel("decoder layer")
+    step = max(1, len(table) // 15)
+    axis.set_xticks(x[::step], table["layer"][::step])
+    axis.set_xlim(0, len(table))
