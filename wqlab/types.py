@@ -132,6 +132,8 @@ class Result:
         Weights, texts and records that were read.
     notes : list of str
         What a reader must know, printed under the figure.
+    pictures : dict of str to ndarray
+        What a figure shows and no table holds, such as frames of a video: uint8 [..., height, width, 3]. They are not saved.
     runtime_s : float
         Seconds the experiment took; `wqlab.experiments.run` fills it in.
     """
@@ -143,6 +145,7 @@ class Result:
     values: dict[str, Value] = field(default_factory=dict)
     inputs: list[Input] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    pictures: dict[str, Any] = field(default_factory=dict)
     runtime_s: float = 0.0
 
     def __post_init__(self) -> None:
