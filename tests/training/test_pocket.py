@@ -113,9 +113,9 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not(tiny_llama, another_tiny_ll
 
 def test_a_new_run_begins_with_the_weights_of_a_finished_one(tiny_llama, another_tiny_llama, tmp_path):
     own = trainer(tiny_llama)
-    with torch.no_grad():
-        for parameter in own.parameters:
-            parameter.normal_()
+    run(own, 2)
+    own.note()
+    pocket._write_log(tmp_path, own)
     pocket.write(tmp_path, own, wqlab.models.LanguageModel(tiny_llama, Letters(), "tiny", "tiny", []))
     later = trainer(another_tiny_llama, begin=0.85)
     later.start_from(tmp_path / "pocket-vlm.safetensors")
@@ -123,6 +123,10 @@ def test_a_new_run_begins_with_the_weights_of_a_finished_one(tiny_llama, another
         torch.testing.assert_close(one.half().float(), two)
     assert later.started_from["settings"] == asdict(own.settings)
     assert later.settings.done(0) == 0.85
+    run(later, 1)
+    later.note()
+    assert [row["run"] for row in later.log] == [1] * len(own.log) + [2]
+    assert later.log[-1]["step"] == 3
 
 
 def test_another_runs_checkpoint_is_refused(tiny_llama, another_tiny_llama, tmp_path):
@@ -138,7 +142,7 @@ def test_the_log_has_a_row_per_kind(tiny_llama, tmp_path):
     own.note()
     pocket._write_log(tmp_path, own)
     log = pd.read_csv(tmp_path / "training.csv")
-    assert list(log.columns) == ["step", "seconds", "kind", "num_frames", "steps", "loss", "token_accuracy"]
+    assert list(log.columns) == ["run", "step", "seconds", "kind", "num_frames", "steps", "loss", "token_accuracy"]
     assert log["steps"].sum() == 2
     assert (log["loss"] > 0).all()
 

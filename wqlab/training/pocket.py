@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,6 +33,8 @@ from wqlab.training.batches import IGNORED, Batch, Stream
 from wqlab.training.curriculum import Step, choose, rate
 
 _log = logging.getLogger(__name__)
+#: Loss and token accuracy per kind of step; lies beside the weights.
+LOG = "training.csv"
 _LOG_EVERY = 25
 
 
@@ -125,6 +128,8 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), weight_decay=0.01, fused=on_gpu)
         self.step, self.log, self.seconds = 0, list[dict[str, Any]](), 0.0
         self.started_from: dict[str, Any] | None = None
+        #: Number of this run in the history of its weights, and the steps and seconds of the runs before.
+        self.run, self.before = 1, (0, 0.0)
         self._waiting: list[tuple[Step, Tensor, Tensor]] = []
         self._prefix = torch.tensor(prompt.prefix_ids(tokenizer), device=self.device)
         if compiled:
@@ -171,14 +176,15 @@ class Trainer:
         self._waiting.clear()
         for step, found in sorted(gathered.items()):
             means = [sum(part) / len(found) for part in zip(*found, strict=True)]
-            row = {"step": self.step, "seconds": round(self.seconds, 1), "kind": step.kind, "num_frames": step.num_frames}
-            self.log.append({**row, "steps": len(found), "loss": round(means[0], 5), "token_accuracy": round(means[1], 5)})
+            row = {"run": self.run, "step": self.before[0] + self.step, "seconds": round(self.before[1] + self.seconds, 1)}
+            row |= {"kind": step.kind, "num_frames": step.num_frames, "steps": len(found)}
+            self.log.append({**row, "loss": round(means[0], 5), "token_accuracy": round(means[1], 5)})
 
     def save(self, path: Path) -> None:
         """Write a checkpoint, atomically."""
         state = {
             "settings": asdict(self.settings), "step": self.step, "seconds": self.seconds, "log": self.log,
-            "started_from": self.started_from,
+            "started_from": self.started_from, "run": self.run, "before": self.before,
             "projector": self.projector.state_dict(), "adapters": [p.detach() for p in self.adapters],
             "optimizer": self.optimizer.state_dict(),
         }  # fmt: skip
@@ -186,7 +192,7 @@ class Trainer:
             torch.save(state, temporary)
 
     def start_from(self, path: Path | str) -> None:
-        """Begin with the weights of a finished file; the optimizer starts anew.
+        """Begin with the weights of a finished file, and go on with the log beside it; the optimizer starts anew.
 
         Raises
         ------
@@ -200,6 +206,11 @@ class Trainer:
                 parameter.copy_(part.lora[name])
         kept = ("settings", "step", "seconds", "started_from", "provenance")
         self.started_from = {"sha256": part.sha256, **{name: part.meta[name] for name in kept if name in part.meta}}
+        earlier = Path(path).with_name(LOG)
+        if earlier.is_file():
+            rows = pd.read_csv(earlier)
+            self.log = rows.to_dict("records")
+            self.run, self.before = int(rows["run"].max()) + 1, (int(rows["step"].max()), float(rows["seconds"].max()))
 
     def restore(self, path: Path) -> None:
         """Go on from a checkpoint.
@@ -216,7 +227,7 @@ class Trainer:
                 "go on with its settings, or name another --out"
             )
         self.step, self.seconds, self.log = state["step"], state["seconds"], state["log"]
-        self.started_from = state["started_from"]
+        self.started_from, self.run, self.before = state["started_from"], state["run"], tuple(state["before"])
         self.projector.load_state_dict(state["projector"])
         with torch.no_grad():
             for parameter, value in zip(self.adapters, state["adapters"], strict=True):
@@ -304,9 +315,7 @@ def train(
 
 
 def _write_log(folder: Path, trainer: Trainer) -> None:
-    import pandas as pd
-
-    with paths.atomic_path(folder / "training.csv") as temporary:
+    with paths.atomic_path(folder / LOG) as temporary:
         pd.DataFrame(trainer.log).to_csv(temporary, index=False)
 
 
