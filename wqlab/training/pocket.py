@@ -176,7 +176,11 @@ class Trainer:
         self._waiting.clear()
         for step, found in sorted(gathered.items()):
             means = [sum(part) / len(found) for part in zip(*found, strict=True)]
-            row = {"run": self.run, "step": self.before[0] + self.step, "seconds": round(self.before[1] + self.seconds, 1)}
+            row: dict[str, Any] = {
+                "run": self.run,
+                "step": self.before[0] + self.step,
+                "seconds": round(self.before[1] + self.seconds, 1),
+            }
             row |= {"kind": step.kind, "num_frames": step.num_frames, "steps": len(found)}
             self.log.append({**row, "loss": round(means[0], 5), "token_accuracy": round(means[1], 5)})
 
@@ -209,7 +213,7 @@ class Trainer:
         earlier = Path(path).with_name(LOG)
         if earlier.is_file():
             rows = pd.read_csv(earlier)
-            self.log = rows.to_dict("records")
+            self.log = [dict(zip(rows.columns, row, strict=True)) for row in rows.itertuples(index=False)]
             self.run, self.before = int(rows["run"].max()) + 1, (int(rows["step"].max()), float(rows["seconds"].max()))
 
     def restore(self, path: Path) -> None:

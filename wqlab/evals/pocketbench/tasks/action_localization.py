@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from wqlab.evals.pocketbench.scene import Builder, Question
+from wqlab.evals.pocketbench.words import Thing
 from wqlab.registry import register
 
 EASY = ("at the beginning", "in the middle", "at the end", "all the time")
@@ -21,14 +22,19 @@ def make(b: Builder) -> list[Question]:
     spots = b.spots(5 + b.level.crowd[1])
     length = min(2 * b.passing(), max(1, frames // 4))
     b.place(things[0], spots[0], _span(b, which, length))
+    asked = [(things[0], which)]
     for part in range(3) if not b.hard else [p for p in range(4) if p != which]:
         thing = b.absent(1, near=things if b.hard else ())[0]
         b.place(thing, spots[1 + part], _span(b, part, length))
+        asked.append((thing, part))
     if b.hard:
         b.bystanders(b.bystander_count(), things, spots[5:])
-    right = options[which]
-    text = b.say(TRAINING, HELD_OUT, name=things[0].name)
-    return [b.question("action_localization", text, right, [o for o in options if o != right], range(*b.seen[things[0]]))]
+    return [_ask(b, thing, options[part], options) for thing, part in (asked if b.training else asked[:1])]
+
+
+def _ask(b: Builder, thing: Thing, right: str, options: tuple[str, ...]) -> Question:
+    text = b.say(TRAINING, HELD_OUT, name=thing.name)
+    return b.question("action_localization", text, right, [o for o in options if o != right], range(*b.seen[thing]))
 
 
 def _span(b: Builder, part: int, length: int) -> tuple[int, int]:

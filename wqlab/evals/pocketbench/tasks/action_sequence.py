@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from wqlab.evals.pocketbench.scene import SIZE, Builder, Question, move, resize
-from wqlab.evals.pocketbench.words import DIRECTIONS
+from wqlab.evals.pocketbench.words import DIRECTIONS, Thing
 from wqlab.registry import register
 
 ACTIONS = ("moves left", "moves right", "moves up", "moves down", "grows", "shrinks")
@@ -34,6 +34,12 @@ def make(b: Builder) -> list[Question]:
         else:
             move(track, DIRECTIONS[action.removeprefix("moves ")], span, b.rng.uniform(50, 70) if b.hard else b.rng.uniform(60, 80))
     which = b.rng.randrange(len(performed))
+    first = _ask(b, target, performed, spans, which)
+    others = [place for place in range(len(performed)) if place != which] if b.training else []
+    return [first, *(_ask(b, target, performed, spans, place) for place in others)]
+
+
+def _ask(b: Builder, target: Thing, performed: list[str], spans: list[tuple[int, int]], which: int) -> Question:
     frames = list(range(*spans[which]))
     if which and b.rng.random() < 0.5:
         when = f"right after it {performed[which - 1]}"
@@ -44,7 +50,7 @@ def make(b: Builder) -> list[Question]:
     idle = [action for action in ACTIONS if action not in performed]
     wrong = [*b.rng.sample(others, 2), b.rng.choice(idle)]
     text = b.say(TRAINING, HELD_OUT, name=target.name, when=when)
-    return [b.question("action_sequence", text, performed[which], wrong, frames)]
+    return b.question("action_sequence", text, performed[which], wrong, frames)
 
 
 def _parts(num_frames: int, count: int) -> list[tuple[int, int]]:

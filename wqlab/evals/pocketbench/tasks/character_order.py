@@ -25,14 +25,20 @@ def make(b: Builder) -> list[Question]:
         b.card(letter, b.rng.randrange(b.level.num_colours), spot, slot, radius)
     b.bystanders(min(bystanders, 4), [], spots[count:])
     which = b.rng.randrange(count)
+    first = _ask(b, letters, slots, which)
+    others = [place for place in range(count) if place != which] if b.training else []
+    return [first, *(_ask(b, letters, slots, place) for place in others)]
+
+
+def _ask(b: Builder, letters: list[str], slots: list[tuple[int, int]], which: int) -> Question:
     frames = list(range(*slots[which]))
     if which and b.rng.random() < 0.4:
         when = f"right after {letters[which - 1]}"
         frames = [*range(*slots[which - 1]), *frames]
     else:
-        when = "last" if which == count - 1 else ORDINALS[which]
+        when = "last" if which == len(letters) - 1 else ORDINALS[which]
     others = [letter for i, letter in enumerate(letters) if i != which and not when.endswith(f"after {letter}")]
     rest = [letter for letter in LETTERS if letter not in letters]
     b.rng.shuffle(others)
     wrong = [*others, *b.rng.sample(rest, 3)][:3]
-    return [b.question("character_order", b.say(TRAINING, HELD_OUT, when=when), letters[which], wrong, frames)]
+    return b.question("character_order", b.say(TRAINING, HELD_OUT, when=when), letters[which], wrong, frames)

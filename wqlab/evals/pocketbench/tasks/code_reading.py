@@ -24,11 +24,15 @@ def make(b: Builder) -> list[Question]:
         spot = (min(max(spots[i][0], radius + 1), 255 - radius), min(max(spots[i][1], radius + 1), 255 - radius))
         b.card(texts[i], colour, spot, slots[order[i]], radius)
     b.bystanders(bystanders, [], spots[count:])
-    right = texts[0]
+    asked = range(count if b.training else 1)
+    return [_ask(b, texts[i], COLOUR_NAMES[colours[i]], slots[order[i]]) for i in asked]
+
+
+def _ask(b: Builder, right: str, colour: str, slot: tuple[int, int]) -> Question:
     if b.hard:
         x, y = b.rng.sample([d for d in DIGITS if d not in right], 2)
         wrong = [right[0] + x, y + right[1], y + x]
     else:
         wrong = b.rng.sample([d for d in DIGITS if d != right], 3)
-    text = b.say(TRAINING, HELD_OUT, name=COLOUR_NAMES[colours[0]])
-    return [b.question("code_reading", text, right, wrong, range(*slots[order[0]]))]
+    text = b.say(TRAINING, HELD_OUT, name=colour)
+    return b.question("code_reading", text, right, wrong, range(*slot))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wqlab.evals.pocketbench.scene import Builder, Question, move
-from wqlab.evals.pocketbench.words import COLOUR_NAMES, DIRECTIONS, SHAPES
+from wqlab.evals.pocketbench.words import COLOUR_NAMES, DIRECTIONS, SHAPES, Thing
 from wqlab.registry import register
 
 TRAINING = (
@@ -25,6 +25,11 @@ def make(b: Builder) -> list[Question]:
     count = b.bystander_count()
     others = b.bystanders(count, [target], b.spots(count))
     attribute = b.rng.choice(["color", "shape"])
+    asked = [attribute, "shape" if attribute == "color" else "color"] if b.training else [attribute]
+    return [_ask(b, target, others, attribute) for attribute in asked]
+
+
+def _ask(b: Builder, target: Thing, others: list[Thing], attribute: str) -> Question:
     if attribute == "color":
         right, seen, known = (
             COLOUR_NAMES[target.colour],
@@ -36,4 +41,4 @@ def make(b: Builder) -> list[Question]:
     rest = [name for name in known if name != right and name not in seen]
     b.rng.shuffle(rest)
     wrong = [name for name in dict.fromkeys([*seen, *rest]) if name != right][:3]
-    return [b.question("moving_attribute", b.say(TRAINING, HELD_OUT, attribute=attribute), right, wrong, range(b.num_frames))]
+    return b.question("moving_attribute", b.say(TRAINING, HELD_OUT, attribute=attribute), right, wrong, range(b.num_frames))

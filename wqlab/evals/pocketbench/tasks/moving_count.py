@@ -31,4 +31,9 @@ def make(b: Builder) -> list[Question]:
         move(b.place(thing, spots[i]), step, span, distance)
     low = b.rng.randint(max(1, moving - 3), moving) if b.hard else 1
     wrong = [str(n) for n in range(low, low + 4) if n != moving]
-    return [b.question("moving_count", b.say(TRAINING, HELD_OUT), str(moving), wrong, range(b.num_frames))]
+    questions = [b.question("moving_count", b.say(TRAINING, HELD_OUT), str(moving), wrong, range(b.num_frames))]
+    if b.training:
+        still_ones = [thing.name for thing in things[moving:]]
+        wrong = [*still_ones, *(thing.name for thing in b.absent(3))][:3]
+        questions.append(b.question("moving_count", "Which object moves?", things[0].name, wrong, range(b.num_frames)))
+    return questions

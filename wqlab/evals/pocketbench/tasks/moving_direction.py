@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wqlab.evals.pocketbench.scene import Builder, Question, move
-from wqlab.evals.pocketbench.words import DIRECTIONS
+from wqlab.evals.pocketbench.words import DIRECTIONS, Thing
 from wqlab.registry import register
 
 TRAINING = ("In which direction does the {name} move?", "Which way does the {name} go?", "Where does the {name} move to?")
@@ -16,7 +16,7 @@ def make(b: Builder) -> list[Question]:
     names = list(DIRECTIONS) if b.hard else list(DIRECTIONS)[:4]
     things = b.things(1 + min(b.bystander_count(), 6))
     spots = b.spots(len(things))
-    target_span = (0, b.num_frames)
+    moving: list[tuple[Thing, str, tuple[int, int]]] = []
     for i, thing in enumerate(things):
         name = b.rng.choice(names)
         if i and not b.hard:
@@ -24,11 +24,14 @@ def make(b: Builder) -> list[Question]:
             continue
         distance = b.rng.uniform(60, 90) if b.hard else b.rng.uniform(90, 140)
         start = b.rng.randrange(b.num_frames // 2 + 1) if b.hard else 0
-        span = (start, min(start + max(b.num_frames // 2, 2), b.num_frames)) if b.hard else target_span
+        span = (start, min(start + max(b.num_frames // 2, 2), b.num_frames)) if b.hard else (0, b.num_frames)
         step = DIRECTIONS[name]
         move(b.place(thing, b.runway(step, distance)), step, span, distance)
-        if i == 0:
-            right, target_span = name, span
+        moving.append((thing, name, span))
+    return [_ask(b, *track, names) for track in (moving if b.training else moving[:1])]
+
+
+def _ask(b: Builder, thing: Thing, right: str, span: tuple[int, int], names: list[str]) -> Question:
     wrong = b.rng.sample([name for name in names if name != right], 3)
-    text = b.say(TRAINING, HELD_OUT, name=things[0].name)
-    return [b.question("moving_direction", text, right, wrong, range(*target_span))]
+    text = b.say(TRAINING, HELD_OUT, name=thing.name)
+    return b.question("moving_direction", text, right, wrong, range(*span))

@@ -28,10 +28,23 @@ def make(b: Builder) -> list[Question]:
         end = min(b.num_frames, at + 2 * b.passing())
         weather[at:end] = brief
         wrong = [SCENES[a], SCENES[c], SCENES[other]]
-        return [b.question("scene_transition", b.say(TRAINING_BRIEF, HELD_OUT_BRIEF), SCENES[brief], wrong, range(at, end))]
+        first = b.question("scene_transition", b.say(TRAINING_BRIEF, HELD_OUT_BRIEF), SCENES[brief], wrong, range(at, end))
+        return [first, *_ends(b, [a, brief, c], other)]
     right = _change(a, c)
     wrong = [_change(c, a), _change(a, other), _change(other, c)]
-    return [b.question("scene_transition", b.say(TRAINING, HELD_OUT), right, wrong, range(b.num_frames))]
+    first = b.question("scene_transition", b.say(TRAINING, HELD_OUT), right, wrong, range(b.num_frames))
+    return [first, *_ends(b, [a, c], other)]
+
+
+def _ends(b: Builder, shown: list[int], other: int) -> list[Question]:
+    """Return, for training, which scene is first and which is last."""
+    rest = [kind for kind in range(len(SCENES)) if kind not in (*shown, other)]
+    options = [SCENES[kind] for kind in (*shown, other, *rest)]
+    every = range(b.num_frames)
+    return [
+        b.question("scene_transition", f"Which scene is shown {when}?", right, [o for o in options if o != right][:3], every)
+        for when, right in ((("first", options[0]), ("last", options[len(shown) - 1])) if b.training else ())
+    ]
 
 
 def _change(before: int, after: int) -> str:

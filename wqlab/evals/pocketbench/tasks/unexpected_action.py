@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wqlab.evals.pocketbench.scene import Builder, Question, hide, move, recolour
-from wqlab.evals.pocketbench.words import DIRECTIONS
+from wqlab.evals.pocketbench.words import DIRECTIONS, Thing
 from wqlab.registry import register
 
 ACTIONS = ("vanishes", "stops", "turns back", "changes color")
@@ -38,11 +38,28 @@ def make(b: Builder) -> list[Question]:
         if i == 0 and action == "changes color":
             colour = b.rng.choice([c for c in range(b.level.num_colours) if c not in {t.colour for t in things}] or [0])
             recolour(track, colour, at)
-            b.seen[type(thing)(colour, thing.shape)] = (at, frames)
+            b.seen[Thing(colour, thing.shape)] = (at, frames)
     text = b.say(TRAINING, HELD_OUT)
     if not b.hard:
         wrong = [f"an object {other}" for other in ACTIONS if other != action]
-        return [b.question("unexpected_action", text, f"an object {action}", wrong, range(at, frames))]
+        return [
+            b.question("unexpected_action", text, f"an object {action}", wrong, range(at, frames)),
+            *_who(b, things, action, at),
+        ]
     other_action, other = b.rng.choice([a for a in ACTIONS if a != action]), things[1]
     wrong = [f"the {things[0].name} {other_action}", f"the {other.name} {action}", f"the {other.name} {other_action}"]
-    return [b.question("unexpected_action", text, f"the {things[0].name} {action}", wrong, range(at, frames))]
+    first = b.question("unexpected_action", text, f"the {things[0].name} {action}", wrong, range(at, frames))
+    return [first, *_who(b, things, action, at)]
+
+
+def _who(b: Builder, things: list[Thing], action: str, at: int) -> list[Question]:
+    """Return, for training, which object does it, and what that object does."""
+    if not b.training:
+        return []
+    every, name = range(at, b.num_frames), things[0].name
+    wrong = [*(thing.name for thing in things[1:]), *(thing.name for thing in b.absent(1))][:3]
+    others = [other for other in ACTIONS if other != action]
+    return [
+        b.question("unexpected_action", f"Which object {action}?", name, wrong, every),
+        b.question("unexpected_action", f"What does the {name} do?", action, others, every),
+    ]
