@@ -36,14 +36,14 @@ PHASES: tuple[tuple[float, dict[Step, float]], ...] = (
         0.5,
         {
             Step("frames", 1): 0.7, Step("frames", 4): 0.5, Step("frames", 8): 0.5, Step("motion", 8): 0.7, Step("motion", 16): 0.4,
-            Step("timeline", 16): 0.5, Step("weather", 16): 0.2, Step("questions", 8): 4, Step("questions", 16): 8,
+            Step("timeline", 16): 0.7, Step("weather", 16): 0.7, Step("questions", 8): 4, Step("questions", 16): 8,
         },
     ),
     (
         0.85,
         {
             Step("frames", 1): 0.4, Step("frames", 8): 0.4, Step("motion", 16): 0.4, Step("timeline", 32): 0.4,
-            Step("questions", 16): 4, Step("questions", 32): 6,
+            Step("weather", 16): 0.4, Step("questions", 16): 4, Step("questions", 32): 6,
         },
     ),
     (
@@ -55,7 +55,10 @@ PHASES: tuple[tuple[float, dict[Step, float]], ...] = (
     ),
 )  # fmt: skip
 #: How often a task is drawn, where not 1: those that were learned last, on development seeds.
-TASK_WEIGHTS = {"action_sequence": 3.0, "unexpected_action": 3.0, "character_order": 2.0}
+TASK_WEIGHTS = {
+    "action_sequence": 3.0, "character_order": 3.0, "scene_transition": 2.0, "moving_direction": 1.5, "moving_count": 1.5,
+    "unexpected_action": 1.5,
+}  # fmt: skip
 #: Share of videos of the hard level.
 HARD_SHARE = 0.55
 _WARM_UP_STEPS = 100
