@@ -23,6 +23,8 @@ def test_evidence_refuses_gaps(fields, lacks):
 def test_captions_name_the_kind():
     recorded = Evidence(kind="recorded", source="s", hardware="h", file="f.csv", commit="0123456789abcdef", date="2026-01-02")
     assert recorded.caption() == "recorded 2026-01-02: s, on h (f.csv, commit 012345678)"
+    unknown = Evidence(kind="recorded", source="s", hardware="h", file="f.csv", commit="unknown (no git)", date="2026-01-02")
+    assert unknown.caption() == "recorded 2026-01-02: s, on h (f.csv, commit unknown)"
     assert SIMULATED.caption().startswith("simulated")
 
 

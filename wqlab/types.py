@@ -56,7 +56,8 @@ class Evidence:
         if self.kind == "measured":
             return f"measured here: {self.source}, on {self.hardware}"
         if self.kind == "recorded":
-            return f"recorded {self.date}: {self.source}, on {self.hardware} ({self.file}, commit {str(self.commit)[:9]})"
+            commit = str(self.commit).split(maxsplit=1)[0][:9]  # a machine without git says "unknown (...)"
+            return f"recorded {self.date}: {self.source}, on {self.hardware} ({self.file}, commit {commit})"
         if self.kind == "simulated":
             return f"simulated: {self.source}"
         return f"printed in the paper: {self.source}"

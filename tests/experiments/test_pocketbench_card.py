@@ -79,7 +79,7 @@ def files(tmp_path, monkeypatch):
     table = pd.concat([answers(*run) for run in (*runs, *blind)], ignore_index=True)[list(PocketBenchBench.columns)]
     columns, ran = PocketBenchBench.columns, {**PROVENANCE, "command": "wqlab bench pocketbench"}
     records.write("pocketbench", "h200", table, columns, ran, tmp_path / "recorded")
-    (tmp_path / "pocket-vlm.json").write_text(json.dumps({"sha256": WEIGHTS, "provenance": PROVENANCE}))
+    (tmp_path / "pocket-vlm.json").write_text(json.dumps({"sha256": WEIGHTS, "step": 300, "provenance": PROVENANCE}))
     kinds = [("frames", 1), ("questions", 8), ("questions", 16)]
     log = [(s, 2.0 * s, kind, n, 10, 50 / s, 1 - 1 / s) for s in range(25, 301, 25) for kind, n in kinds]
     names = ["step", "seconds", "kind", "num_frames", "steps", "loss", "token_accuracy"]
@@ -223,11 +223,27 @@ def test_what_was_not_recorded_is_refused_with_what_was(files):
 
 
 def test_other_weights_and_another_generator_are_said(files, monkeypatch):
-    (files / "pocket-vlm.json").write_text(json.dumps({"sha256": "cd" * 32, "provenance": PROVENANCE}))
+    (files / "pocket-vlm.json").write_text(json.dumps({"sha256": "cd" * 32, "step": 300, "provenance": PROVENANCE}))
     monkeypatch.setattr(pocketbench, "generator_hash", lambda: "e" * 64)
     notes = " ".join(experiments.run("pocketbench_card", quick=True).notes)
     assert "answers are those of other weights (abababababab)" in notes
     assert f"the samples by {pocketbench.VERSION} eeeeeeeeeeee" in notes
+
+
+def test_a_training_in_two_runs(files):
+    log = pd.read_csv(files / "training.csv")
+    said = {"sha256": WEIGHTS, "step": 50, "provenance": PROVENANCE, "started_from": {"step": 300, "seconds": 600.0}}
+    (files / "pocket-vlm.json").write_text(json.dumps(said))
+    result = experiments.run("pocketbench_card", quick=True)
+    assert any("covers 300 of 350 training steps" in note for note in result.notes)
+    more = log[log["step"] <= 50].assign(step=lambda x: x["step"] + 300, seconds=lambda x: x["seconds"] + 600)
+    pd.concat([log.assign(run=1), more.assign(run=2)]).to_csv(files / "training.csv", index=False)
+    forget()
+    result = experiments.run("pocketbench_card", quick=True)
+    assert values(result)["training_minutes"] == pytest.approx((600 + 100) / 60)
+    assert not any("training steps" in note for note in result.notes)
+    panel = next(axis for axis in figures.draw(result).axes if axis.get_xlabel() == "step")
+    assert [line.get_xdata()[0] for line in panel.lines].count(325) == 1  # where the second run begins
 
 
 def test_answers_to_other_questions_are_refused(files, monkeypatch):

@@ -75,9 +75,10 @@ def _recorded(gpu: str) -> Record:
 
 
 class Training(NamedTuple):
-    """The pocket VLM's training: its log, where it comes from, and the sha256 of the weights that it made."""
+    """The pocket VLM's training: its log, all steps that made the weights, where the log comes from, and the weights' sha256."""
 
     log: pd.DataFrame
+    steps: int
     evidence: Evidence
     source: Input
     weights: str
@@ -97,7 +98,13 @@ def _training() -> Training:
     name = f"data/models/{shipped.POCKET_VLM}/{path.name}"
     try:
         log, ran = pd.read_csv(path), said["provenance"]
-        log = log[["step", "seconds", "kind", "num_frames", "steps", "loss", "token_accuracy"]]
+        # Runs that went on from finished weights are numbered where their logs were joined.
+        log = (log if "run" in log else log.assign(run=1))[
+            ["run", "step", "seconds", "kind", "num_frames", "steps", "loss", "token_accuracy"]
+        ]
+        runs = [said]
+        while runs[-1].get("started_from"):
+            runs.append(runs[-1]["started_from"])
         evidence = Evidence(
             kind="recorded",
             source=ran["command"],
@@ -108,7 +115,9 @@ def _training() -> Training:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedFileError(f"{path} or the JSON of its weights lacks {error}; restore both from git") from error
-    return Training(log, evidence, Input(name, records.sha256_file(path)), str(said["sha256"]))
+    return Training(
+        log, sum(int(run["step"]) for run in runs), evidence, Input(name, records.sha256_file(path)), str(said["sha256"])
+    )
 
 
 @lru_cache(maxsize=8)
@@ -248,8 +257,8 @@ class PocketBenchCard(Experiment[PocketBenchCardParameters]):
             ``panel == "samples"``: per task and setting ``question``, ``right_answer``, ``wrong_answers``, ``frames`` (those shown,
             counted from 1) and ``chosen``. ``"accuracy"``: ``value``, ``low``, ``high`` per split, length and task; ``blind`` where
             the visual tokens were zeroed. ``"training"``: ``loss`` (nats) and ``token_accuracy`` of the ``steps`` of a ``kind``
-            before ``step``. ``"quantized"``: each ``metric`` per setting, with ``bits_per_element``. The pictures ``frames`` belong
-            to the samples, task by task.
+            before ``step``; a second ``run`` goes on from the weights of the first. ``"quantized"``: each ``metric`` per setting,
+            with ``bits_per_element``. The pictures ``frames`` belong to the samples, task by task.
         """
         import pandas as pd
 
@@ -261,7 +270,7 @@ class PocketBenchCard(Experiment[PocketBenchCardParameters]):
         quantized = _against_full(p.gpu, p.protocol, p.split, p.num_frames, resamples)
         data = pd.concat([samples, accuracy, training.log.assign(panel="training"), quantized], ignore_index=True)
         data = data[["panel", *(name for name in data.columns if name != "panel")]]
-        whole = ("index", "num_frames", "num_bits", "n", "step", "steps")
+        whole = ("index", "num_frames", "num_bits", "n", "step", "steps", "run")
         data = data.astype(dict.fromkeys(whole, "Int64") | {"blind": "boolean"})
         drawn, answered = Evidence(kind="simulated", source=source), record.evidence()
         return Result(
@@ -275,7 +284,7 @@ class PocketBenchCard(Experiment[PocketBenchCardParameters]):
             },
             values=_values(p.gpu, resamples),
             inputs=[record.input(), training.source, _generator()],
-            notes=_notes(record, training.weights),
+            notes=_notes(record, training),
             pictures={"frames": frames},
         )
 
@@ -321,17 +330,29 @@ def _generator() -> Input:
     return Input(f"PocketBench {pocketbench.VERSION} generator", pocketbench.generator_hash())
 
 
-def _notes(record: Record, weights: str) -> list[str]:
-    """Return what a reader must know; also where answers, weights and generator are not of one kind."""
+def _per_task(record: Record) -> list[tuple[int, int]]:
+    """Return the lengths of the main protocol's videos, each with its number of questions per task."""
+    data = record.data
+    full = data[(data["setting"] == FULL) & (data["protocol"] == "cache_then_ask") & ~data["blind"]]
+    per_task = full.groupby(["num_frames", "split", "task"], as_index=False).size().groupby("num_frames")["size"].min()
+    return list(zip(per_task.index.tolist(), per_task.tolist(), strict=True))
+
+
+def _notes(record: Record, training: Training) -> list[str]:
+    """Return what a reader must know; also where answers, weights, log and generator do not belong together."""
     from wqlab.evals import pocketbench
 
     notes = [
         "Intervals: 95 %, bootstrap over the questions; against FP16 the differences are paired.",
+        f"Questions per task: {', '.join(f'{n} with {frames} frames' for frames, n in _per_task(record))}.",
         "Blind: visual tokens zeroed. Test videos have backgrounds, words and combinations that training never showed.",
     ]
-    answered = str(record.data["weights"].iloc[0])
-    if not weights.startswith(answered):
-        notes.append(f"The answers are those of other weights ({answered}) than the ones shipped ({weights[: len(answered)]}).")
+    logged = int(training.log["step"].max())
+    if logged != training.steps:
+        notes.append(f"The log covers {logged:,} of {training.steps:,} training steps.")
+    answered, shipped_now = str(record.data["weights"].iloc[0]), training.weights[:12]
+    if answered != shipped_now:
+        notes.append(f"The answers are those of other weights ({answered}) than the ones shipped ({shipped_now}).")
     asked, here = str(record.data["generator"].iloc[0]), f"{pocketbench.VERSION} {_generator().sha256[:12]}"
     if asked != here:
         notes.append(f"The questions were drawn by generator {asked}, the samples by {here}.")

@@ -22,7 +22,9 @@ def draw(result: Result) -> Figure:
     import matplotlib.pyplot as plt
 
     tables = list(result.data.groupby("input", sort=False))
-    figure, axes = plt.subplots(len(tables), 3, figsize=(10.2, 4.4 if len(tables) == 1 else 8.2), width_ratios=[1, 1, 0.75], squeeze=False)
+    figure, axes = plt.subplots(
+        len(tables), 3, figsize=(10.2, 4.4 if len(tables) == 1 else 8.2), width_ratios=[1, 1, 0.75], squeeze=False
+    )
     for (before, after, right), (read, table) in zip(axes, tables, strict=True):
         _before(before, table, result)
         _after(after, table, result)
@@ -63,7 +65,7 @@ def _before(axis: Axes, data: pd.DataFrame, result: Result) -> None:
     import seaborn as sns
 
     bar = {"label": label("mean logit, Eq. 2", result, "logit")}
-    sns.heatmap(_by_layer(data, "logit"), ax=axis, cmap="RdBu_r", center=0, yticklabels=_step(data), cbar_kws=bar)
+    sns.heatmap(_by_layer(data, "logit"), ax=axis, cmap="RdBu_r", center=0, xticklabels=True, yticklabels=_step(data), cbar_kws=bar)
     axis.set_ylabel("decoder layer")
     axis.grid(False)
 
@@ -74,7 +76,7 @@ def _after(axis: Axes, data: pd.DataFrame, result: Result) -> None:
 
     mass = _by_layer(data, "mass_per_key").clip(lower=1e-6)
     bar = {"label": label("mean weight per key", result, "mass_per_key")}
-    sns.heatmap(mass, ax=axis, cmap="viridis", norm=LogNorm(), yticklabels=_step(data), cbar_kws=bar)
+    sns.heatmap(mass, ax=axis, cmap="viridis", norm=LogNorm(), xticklabels=True, yticklabels=_step(data), cbar_kws=bar)
     axis.set_ylabel("")
     axis.grid(False)
 

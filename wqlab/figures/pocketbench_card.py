@@ -35,8 +35,8 @@ def draw(result: Result) -> Figure:
     """Draw the samples on top, accuracy and training in the middle, quantization at the bottom."""
     import matplotlib.pyplot as plt
 
-    figure = plt.figure(figsize=(11, 10.8))
-    grid = figure.add_gridspec(3, 1, height_ratios=[5.0, 3.5, 1.9])
+    figure = plt.figure(figsize=(11, 11))
+    grid = figure.add_gridspec(3, 1, height_ratios=[5.0, 3.7, 1.9])
     panels = {str(name): rows for name, rows in result.data.groupby("panel")}
     _samples(figure.add_subplot(grid[0]), panels["samples"], result)
     middle = grid[1].subgridspec(1, 3, width_ratios=[1, 1, 1.15])
@@ -44,7 +44,7 @@ def draw(result: Result) -> Figure:
     hard = figure.add_subplot(middle[1], sharey=easy)
     for axis, split in ((easy, "easy"), (hard, "hard")):
         _accuracy(axis, panels["accuracy"][panels["accuracy"]["split"] == split], split, result)
-    easy.legend(loc="center", fontsize=7, frameon=True, framealpha=0.85, edgecolor="none", bbox_to_anchor=(0.55, 0.5))
+    easy.legend(loc="upper center", bbox_to_anchor=(0.3, -0.12), ncols=2, fontsize=7.5)
     hard.tick_params(labelleft=False)
     _training(figure.add_subplot(middle[2]), panels["training"], result)
     bottom = grid[2].subgridspec(1, len(_METRICS))
@@ -100,7 +100,9 @@ def _words(axis: Axes, answers: pd.DataFrame, left: int, top: int, height: int, 
     for i, (name, chosen) in enumerate(_chosen(answers)):
         right = chosen == first["right_answer"]
         colour = _RIGHT if right else _WRONG
-        axis.text(left + i * width * 0.33, y + 2 * _LINE - 2, f"{name} {'✓' if right else '✗'}", va="top", fontsize=6.5, color=colour)
+        axis.text(
+            left + i * width * 0.33, y + 2 * _LINE - 2, f"{name} {'✓' if right else '✗'}", va="top", fontsize=6.5, color=colour
+        )
 
 
 def _chosen(answers: pd.DataFrame) -> list[tuple[str, str]]:
@@ -150,6 +152,8 @@ def _training(axis: Axes, rows: pd.DataFrame, result: Result) -> None:
         wide = 2.0 if kind == "questions" else 1.1
         (line,) = axis.plot(mean.index, mean.rolling(9, center=True, min_periods=1).mean(), linewidth=wide, label=str(kind))
         axis.plot(mean.index, mean, linestyle="none", marker=".", markersize=1.5, color=line.get_color(), alpha=0.3)
+    for began in rows.groupby("run")["step"].min().iloc[1:]:
+        axis.axvline(began, color="0.35", linewidth=1, linestyle=":")
     axis.set(title="Training, by kind of step", xlabel="step", ylabel=label(column.replace("_", " "), result, column))
     if column == "loss":
         axis.set_yscale("log")
@@ -160,7 +164,9 @@ def _training(axis: Axes, rows: pd.DataFrame, result: Result) -> None:
 
 def _quantized(axis: Axes, rows: pd.DataFrame, metric: str, result: Result) -> None:
     """Draw one metric of every setting against full precision, with its paired interval."""
-    factor, text = _METRICS[metric]
+    from matplotlib.patheffects import withStroke
+
+    factor, name = _METRICS[metric]
     found = rows[(rows["metric"] == metric) & (rows["num_bits"] < 16)].sort_values(["granularity", "num_bits"], ascending=False)
     marker = EVIDENCE_STYLE[result.evidence["value"].kind]["marker"]
     absolute = rows[rows["metric"] == "accuracy"].set_index("setting")["value"]
@@ -172,7 +178,8 @@ def _quantized(axis: Axes, rows: pd.DataFrame, metric: str, result: Result) -> N
         said = f"{value:.1f}" if factor == 100 else f"{value:.2g}"
         if metric == "accuracy_difference":
             said += f", to {absolute[row['setting']]:.1%}"
-        axis.annotate(said, (value, y), (0, 5), textcoords="offset points", ha="center", fontsize=7)
+        text = axis.annotate(said, (value, y), (0, 5), textcoords="offset points", ha="center", fontsize=7)
+        text.set_path_effects([withStroke(linewidth=2, foreground="white")])
     if metric == "kl" and (found["low"] > 0).all():
         axis.set_xscale("log")
     else:
@@ -180,7 +187,7 @@ def _quantized(axis: Axes, rows: pd.DataFrame, metric: str, result: Result) -> N
     axis.margins(x=0.15)
     axis.set_yticks(range(len(found)), [f"{_name(row)}\n{row['bits_per_element']:.2f} bits" for row in found.to_dict("records")])
     axis.set_ylim(len(found) - 0.5, -0.75)
-    axis.set_xlabel(text)
+    axis.set_xlabel(name)
     axis.set_title(" ")  # the room that the row's one title needs
 
 
