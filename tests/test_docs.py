@@ -33,7 +33,7 @@ def test_each_number_in_the_findings_is_the_sidecars(stem, name, text):
 
 def test_words_and_stems_that_the_readme_shows_exist():
     text = (ROOT / "README.md").read_text()
-    known = {command.name or command.callback.__name__ for command in cli.app.registered_commands} | {"models"}
+    known = {command.name or command.callback.__name__ for command in cli.app.registered_commands} | {"models", "eval"}
     words = set(re.findall(r"(?:`|\$ )wqlab ([a-z]+)", text))
     assert {"reproduce", "figure", "claims", "list", "doctor", "models", "bench"} <= words <= known
     assert set(re.findall(r"wqlab figure ([a-z]\w+)", text)) <= set(experiments.stems())
