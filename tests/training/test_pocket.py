@@ -1,5 +1,7 @@
 """The trainer, with a tiny random language model: batches, learning, and going on after a stop."""
 
+import subprocess
+import sys
 from dataclasses import asdict
 
 import pandas as pd
@@ -10,7 +12,7 @@ import wqlab.models
 from wqlab.errors import ParameterError
 from wqlab.models.pocket import prompt
 from wqlab.models.pocket.vision import EfficientNetLite0
-from wqlab.training import batches, pocket
+from wqlab.training import batches, pocket, ranks
 from wqlab.training.curriculum import Step
 
 
@@ -70,6 +72,43 @@ def test_workers_share_the_plan():
     alone = list(batches.Stream(Letters(), plan, 0))
     shared = list(torch.utils.data.DataLoader(batches.Stream(Letters(), plan, 0), batch_size=None, num_workers=2))
     assert [b.ids.tolist() for b in alone] == [b.ids.tolist() for b in shared]
+
+
+def test_processes_share_the_steps_and_never_a_video():
+    settings = pocket.Settings(steps=20, processes=3)
+    plans = [settings.plan(rank) for rank in range(3)]
+    assert [step for _, step, _ in plans[0]] == [step for _, step, _ in plans[1]] == [step for _, step, _ in plans[2]]
+    assert sorted(index for plan in plans for index, _, _ in plan) == list(range(60))
+
+
+def test_two_processes_learn_what_one_would_from_both_batches(tmp_path):
+    """Under torchrun: the mean of both gradients, the same weights in both, and a stop of one stops both."""
+    script = tmp_path / "both.py"
+    script.write_text(
+        "import torch, sys\n"
+        "from wqlab.training import ranks\n"
+        "me = ranks.here()\n"
+        "with ranks.joined(me, torch.device('cpu')):\n"
+        "    p = torch.nn.Parameter(torch.zeros(3)); q = torch.nn.Parameter(torch.zeros(2, 2))\n"
+        "    ((me.rank + 1) * p.sum() + 10 * (me.rank + 1) * q.sum()).backward()\n"
+        "    ranks.average_gradients([p, q])\n"
+        "    assert p.grad.tolist() == [1.5] * 3 and q.grad.tolist() == [[15.0] * 2] * 2, (p.grad, q.grad)\n"
+        "    assert ranks.any_of(me.rank == 1, torch.device('cpu')) and not ranks.any_of(False, torch.device('cpu'))\n"
+        "print('agreed', me.rank)\n"
+    )
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("agreed")) == ["agreed 0", "agreed 1"]
+
+
+def test_alone_nothing_is_averaged():
+    p = torch.nn.Parameter(torch.zeros(2))
+    p.sum().backward()
+    assert ranks.here() == ranks.Ranks()
+    ranks.average_gradients([p])
+    assert p.grad.tolist() == [1.0, 1.0]
+    assert ranks.any_of(True, torch.device("cpu"))
 
 
 def test_only_projector_and_adapters_learn(tiny_llama):

@@ -12,7 +12,7 @@ import os
 import random
 import time
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,14 @@ from wqlab.models.pocket.adapter_file import read_adapter, write_adapter
 from wqlab.models.pocket.lora import inject, lora_state
 from wqlab.models.pocket.projector import PocketProjector
 from wqlab.models.pocket.vision import NUM_PATCHES, load_vision, normalise, patch_features
+from wqlab.training import ranks
 from wqlab.training.batches import IGNORED, Batch, Stream
 from wqlab.training.curriculum import Step, choose, rate
 
 _log = logging.getLogger(__name__)
 #: Loss and token accuracy per kind of step; lies beside the weights.
 LOG = "training.csv"
+CHECKPOINT = "checkpoint.pt"
 _LOG_EVERY = 25
 
 
@@ -47,7 +49,7 @@ class Settings:
     steps : int
         In all.
     tokens_per_step : int
-        Visual and text tokens of a step, about.
+        Visual and text tokens of a step and process, about.
     seed : int
         Of weights and videos.
     rank : int
@@ -58,6 +60,8 @@ class Settings:
         Learning rates before the schedule's factor.
     begin : float
         Share of the curriculum that is skipped, 0 to 1: for going on from weights that learned it.
+    processes : int
+        That train together, one GPU each; every one of them sees `tokens_per_step` of its own.
     """
 
     steps: int = 5000
@@ -68,6 +72,7 @@ class Settings:
     projector_rate: float = 1e-3
     lora_rate: float = 5e-4
     begin: float = 0.0
+    processes: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.begin < 1:
@@ -79,11 +84,17 @@ class Settings:
         """Return the share of the curriculum that is behind at a step."""
         return self.begin + (1 - self.begin) * step / self.steps
 
-    def plan(self) -> list[tuple[int, Step, int]]:
-        """Return index, step and number of videos of every step."""
+    def plan(self, rank: int = 0) -> list[tuple[int, Step, int]]:
+        """Return index of the batch, step and number of videos of every step, for one of the processes.
+
+        All take the same kind of step at the same time, so that none waits for another.
+        """
         rng = random.Random(f"plan/{self.seed}")
         chosen = [choose(rng, self.done(index)) for index in range(self.steps)]
-        return [(i, s, max(1, self.tokens_per_step // (s.num_frames * NUM_PATCHES + 64))) for i, s in enumerate(chosen)]
+        return [
+            (i * self.processes + rank, s, max(1, self.tokens_per_step // (s.num_frames * NUM_PATCHES + 64)))
+            for i, s in enumerate(chosen)
+        ]
 
 
 class Trainer:
@@ -160,6 +171,7 @@ class Trainer:
         loss, accuracy = self.loss(batch)
         self.optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
+        ranks.average_gradients(self.parameters)
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
         factor = rate(self.step, self.settings.done(self.step))
         for group in self.optimizer.param_groups:
@@ -250,6 +262,8 @@ def train(
 ) -> bool:
     """Train, or go on where `out` stopped; return whether all steps are done.
 
+    Under torchrun its processes train one model together, and the first of them writes.
+
     Parameters
     ----------
     out : path
@@ -275,47 +289,54 @@ def train(
     from wqlab.models import load
 
     began = time.perf_counter()
-    settings = settings or Settings()
+    me = ranks.here()
+    settings = replace(settings or Settings(), processes=me.processes)
     folder = paths.output_dir(out)
-    checkpoint = folder / "checkpoint.pt"
+    checkpoint = folder / CHECKPOINT
     loaded = load("smollm2")
     first = 0
     if checkpoint.is_file():
         first = int(torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["step"])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    plan = settings.plan()[first:]
-    number = workers if workers is not None else max(1, (os.cpu_count() or 2) - 1)
+    plan = settings.plan(me.rank)[first:]
+    number = workers if workers is not None else max(1, ((os.cpu_count() or 2) - 1) // me.processes)
     # The workers are started before CUDA is, because they are forks.
     stream = torch.utils.data.DataLoader(
         Stream(loaded.tokenizer, plan, settings.seed), batch_size=None, num_workers=number, prefetch_factor=3 if number else None
     )
     batches = iter(stream)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    trainer = Trainer(settings, device, loaded.model, load_vision(), loaded.tokenizer, compiled)
-    if checkpoint.is_file():
-        trainer.restore(checkpoint)
-    elif start is not None:
-        trainer.start_from(start)
-    before, saved = trainer.seconds, time.perf_counter()
-    for batch in batches:
-        trainer.advance(batch)
-        trainer.seconds = before + time.perf_counter() - began
-        if trainer.step % _LOG_EVERY == 0 or trainer.step == settings.steps:
-            trainer.note()
-            last = trainer.log[-1]
-            _log.info("step %d of %d, %.0f s: %s", trainer.step, settings.steps, trainer.seconds, json.dumps(last))
-            progress.report(f"loss {last['loss']:.3f}", trainer.step, settings.steps)
-            if time.perf_counter() - saved > 120:
-                trainer.save(checkpoint)
-                _write_log(folder, trainer)
-                saved = time.perf_counter()
-        if minutes is not None and time.perf_counter() - began > 60 * minutes:
-            break
-    trainer.note()
-    trainer.save(checkpoint)
-    _write_log(folder, trainer)
-    write(folder, trainer, loaded)
+    device = device or (f"cuda:{me.local}" if torch.cuda.is_available() else "cpu")
+    with ranks.joined(me, torch.device(device)):
+        trainer = Trainer(settings, device, loaded.model, load_vision(), loaded.tokenizer, compiled)
+        if checkpoint.is_file():
+            trainer.restore(checkpoint)
+        elif start is not None:
+            trainer.start_from(start)
+        before, saved = trainer.seconds, time.perf_counter()
+        for batch in batches:
+            trainer.advance(batch)
+            trainer.seconds = before + time.perf_counter() - began
+            if trainer.step % _LOG_EVERY == 0 or trainer.step == settings.steps:
+                trainer.note()
+                last = trainer.log[-1]
+                _log.info("step %d of %d, %.0f s: %s", trainer.step, settings.steps, trainer.seconds, json.dumps(last))
+                progress.report(f"loss {last['loss']:.3f}", trainer.step, settings.steps)
+                if me.rank == 0 and time.perf_counter() - saved > 120:
+                    _keep(folder, trainer)
+                    saved = time.perf_counter()
+            late = minutes is not None and time.perf_counter() - began > 60 * minutes
+            if minutes is not None and ranks.any_of(late, trainer.device):
+                break
+        trainer.note()
+        if me.rank == 0:
+            _keep(folder, trainer)
+            write(folder, trainer, loaded)
     return trainer.step >= settings.steps
+
+
+def _keep(folder: Path, trainer: Trainer) -> None:
+    trainer.save(folder / CHECKPOINT)
+    _write_log(folder, trainer)
 
 
 def _write_log(folder: Path, trainer: Trainer) -> None:
