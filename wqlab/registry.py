@@ -18,6 +18,7 @@ from wqlab.errors import UnknownNameError
 _PACKAGES: dict[str, list[str]] = {
     "method": ["wqlab.quantizers"],
     "policy": ["wqlab.cache"],
+    "scorer": ["wqlab.windows.scorers"],
     "model": ["wqlab.models"],
     "adapter": ["wqlab.hf.adapters"],
     "protocol": ["wqlab.evals.protocols"],
@@ -37,7 +38,7 @@ def register(kind: str, name: str) -> Callable[[T], T]:
     Parameters
     ----------
     kind : str
-        One of ``method``, ``policy``, ``model``, ``adapter``, ``protocol``, ``bench``, ``stem``, ``figure``.
+        One of ``method``, ``policy``, ``scorer``, ``model``, ``adapter``, ``protocol``, ``bench``, ``stem``, ``figure``.
     name : str
         Lower snake case; equal to the module's file name where one file holds one name.
 

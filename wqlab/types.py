@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    import numpy as np
     import pandas as pd
+    from torch import Tensor
 
 EvidenceKind = Literal["measured", "recorded", "simulated", "paper"]
 
@@ -80,6 +83,118 @@ class QuantSpec:
     num_bits: int
     window_size: int = 32
     granularity: Granularity = "window_channel"
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """What a `WindowPlan` holds, counted over layers and the windows that each batch row has; the tails are not in it.
+
+    Parameters
+    ----------
+    windows : dict of int to int
+        Bit width (16, 4, 2) -> windows.
+    share : dict of int to float
+        Bit width -> share of the windows, in [0, 1].
+    mean_bits : float
+        Mean bit width of the codes; scales and minima come on top.
+    """
+
+    windows: dict[int, int]
+    share: dict[int, float]
+    mean_bits: float
+
+
+@dataclass(frozen=True, eq=False)
+class WindowPlan:
+    """Which window of which layer keeps how many bits (WindowQuant, Sect. 3.2). One plan serves all rows of a batch.
+
+    `wqlab.windows.plan.make_plan` makes it. What belongs to no whole window, the tail, stays in full precision.
+
+    Parameters
+    ----------
+    bit_widths : Tensor or ndarray
+        int64 [num_layers, num_windows], 16, 4 or 2. On the device where it was made; `wqlab.windows.plan.on_host` fetches it.
+        0 marks a window whose score was not finite in a search with ``check=False``.
+    window_size : int
+        Tokens per window, also where windows are counted in frames.
+    windows_per_row : tuple of int
+        [batch]; row b has the first ``windows_per_row[b]`` windows.
+    tail_tokens : tuple of int
+        [batch]; visual tokens of each row behind its last window.
+    alpha, normalize, scorer, first_window_full, preset
+        How it was made.
+
+    Raises
+    ------
+    ValueError
+        When the shapes do not fit each other.
+    """
+
+    bit_widths: Tensor | np.ndarray[Any, Any]
+    window_size: int
+    windows_per_row: tuple[int, ...]
+    tail_tokens: tuple[int, ...]
+    alpha: float
+    normalize: str
+    scorer: str
+    first_window_full: bool = True
+    preset: str | None = None
+
+    def __post_init__(self) -> None:
+        rows, tails = self.windows_per_row, self.tail_tokens
+        if self.bit_widths.ndim != 2 or not rows or max(rows) != self.num_windows or len(rows) != len(tails):
+            raise ValueError(
+                f"bit_widths {tuple(self.bit_widths.shape)} must be [layers, windows], with windows_per_row {rows} and tail_tokens "
+                f"{tails} naming the same rows, the longest of which has all windows"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return int(self.bit_widths.shape[0])
+
+    @property
+    def num_windows(self) -> int:
+        """Windows of the longest row."""
+        return int(self.bit_widths.shape[1])
+
+    def summary(self) -> PlanSummary:
+        """Count windows per width; for a plan on a device this waits for it.
+
+        Raises
+        ------
+        ValueError
+            When a window has another width than 16, 4 or 2: `wqlab.windows.plan.on_host` says why.
+        """
+        # Column w counts once for every row that has it.
+        rows_with = [sum(count > w for count in self.windows_per_row) for w in range(self.num_windows)]
+        per_width: dict[int, int] = {}
+        for bits in (16, 4, 2):
+            per_width[bits] = sum(n * r for n, r in zip((self.bit_widths == bits).sum(0).tolist(), rows_with, strict=True))
+        total = sum(self.windows_per_row) * self.num_layers
+        if sum(per_width.values()) != total:
+            raise ValueError("the plan has widths other than 16, 4 and 2; wqlab.windows.plan.on_host(plan) says why")
+        share = {bits: n / total for bits, n in per_width.items()}
+        return PlanSummary(windows=per_width, share=share, mean_bits=sum(bits * s for bits, s in share.items()))
+
+    def permuted(self, seed: int) -> WindowPlan:
+        """Return the ablation "random plan" of the same memory: the widths, permuted over windows.
+
+        One permutation serves all layers, so which windows share a width is kept and only *which* windows they are is lost. A first
+        window in full precision stays where it is. In a ragged batch a window changes place only with those that the same rows
+        have, so every row keeps its memory.
+
+        Parameters
+        ----------
+        seed : int
+            Of the permutation.
+        """
+        import numpy as np
+
+        generator = np.random.default_rng(seed)
+        edges = sorted({0, int(self.first_window_full), *self.windows_per_row})
+        order = [w for start, stop in itertools.pairwise(edges) for w in (start + generator.permutation(stop - start)).tolist()]
+        return replace(self, bit_widths=self.bit_widths[:, order], scorer=f"{self.scorer}, permuted with seed {seed}")
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@ from decimal import Decimal, getcontext
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from wqlab.errors import NonFiniteError, ParameterError
-from wqlab.windows.thresholds import thresholds
+from wqlab.windows.thresholds import thresholds, thresholds_on_device
 
 unit = st.floats(0, 1)
 alphas = st.floats(1e-6, 700)
@@ -71,3 +72,17 @@ def test_refuses_alpha(alpha):
 def test_refuses_nan_importance():
     with pytest.raises(NonFiniteError, match="1 values"):
         thresholds([0.5, math.nan], 2.0)
+
+
+@given(st.lists(st.floats(-1, 2), min_size=1, max_size=20), alphas)
+def test_on_a_device_the_formulas_are_the_same(s, alpha):
+    got = thresholds_on_device(torch.tensor(s, dtype=torch.float64), alpha)
+    for mine, want in zip(got, thresholds(s, alpha), strict=True):
+        np.testing.assert_allclose(mine.numpy(), want, rtol=1e-14, atol=1e-300)
+
+
+def test_on_a_device_nan_is_for_the_caller_to_find():
+    for threshold in thresholds_on_device(torch.tensor([0.5, torch.nan, torch.inf]), 2.0):
+        assert threshold.isnan().tolist() == [False, True, True]
+    with pytest.raises(ParameterError, match="greater than 0"):
+        thresholds_on_device(torch.ones(1), 0)

@@ -1,4 +1,4 @@
-"""Similarity of a window of tokens to the text prompt (WindowQuant, Eq. 8)."""
+"""Similarity of windows of tokens to the text prompt (WindowQuant, Eq. 8 and Table 11)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from wqlab.errors import NonFiniteError, ParameterError
+from wqlab.errors import ParameterError
+from wqlab.windows.batch import window_batch
 
 Normalize = Literal["none", "minmax", "rank"]
 
+#: Tokens whose distances to all text tokens are held at once.
+_DISTANCE_BLOCK = 4096
+
 
 def window_similarity(text: Tensor, tokens: Tensor, window_size: int = 32) -> Tensor:
-    """Return the mean cosine between all text tokens and all tokens of each window.
+    """Return the mean cosine between all text tokens and all tokens of each window, of one prompt and one video.
 
-    The mean over pairs of cosine(t_j, w_k) (Eq. 8) equals the dot product of two means of unit vectors, so the cost is
-    O((M + N) D) and not O(M N D). The tests compare it with the pairwise definition.
+    For batches, other measures and other window units see `wqlab.windows.scorers`.
 
     Parameters
     ----------
@@ -35,25 +38,106 @@ def window_similarity(text: Tensor, tokens: Tensor, window_size: int = 32) -> Te
     Raises
     ------
     ParameterError
-        For an empty prompt, a window size below 1 or embeddings of different width.
+        For an empty prompt, fewer tokens than one window, a window size below 1 or embeddings of different width.
     NonFiniteError
         For NaN or infinity in the embeddings.
     """
-    if window_size < 1:
-        raise ParameterError(f"window_size = {window_size} is refused: it must be at least 1 (the paper uses 32)")
-    if text.ndim != 2 or tokens.ndim != 2 or text.shape[-1] != tokens.shape[-1] or text.shape[0] == 0:
-        raise ParameterError(f"text {tuple(text.shape)} and tokens {tuple(tokens.shape)} must be [N >= 1, D] and [M, D] with one D")
-    num_windows = tokens.shape[0] // window_size
-    unit_text = torch.nn.functional.normalize(text.double(), dim=-1).mean(0)
-    unit_tokens = torch.nn.functional.normalize(tokens[: num_windows * window_size].double(), dim=-1)
-    result = unit_tokens.reshape(num_windows, window_size, tokens.shape[-1]).mean(1) @ unit_text
-    if not torch.isfinite(result).all():
-        raise NonFiniteError("embeddings hold NaN or infinity; check the model's weights and its input")
-    return result
+    batch = window_batch([text], [tokens], window_size=window_size, dtype=torch.float64)
+    values = cosine(batch.text, batch.windows)
+    batch.scores(values, "cosine")
+    return values[0]
 
 
-def normalize_scores(scores: Tensor, how: Normalize = "none") -> Tensor:
-    """Map similarities to the thresholds' range.
+def cosine(text: Tensor, windows: Tensor, text_mask: Tensor | None = None) -> Tensor:
+    """Return the mean over all pairs of cosine(t_j, w_k) for each window (Eq. 8).
+
+    A mean of dot products is the dot product of the means. So with u, the mean of the text's unit vectors, a window's score is the
+    mean of ``w_k . u / |w_k|``: O((N + M) D) and not O(N M D), and no unit vector of a window is ever stored.
+
+    Parameters
+    ----------
+    text : Tensor
+        [batch, N, D], zero where padded.
+    windows : Tensor
+        [batch, windows, S, D], of the same dtype.
+    text_mask : Tensor, optional
+        bool [batch, N], True for tokens; default: all are.
+
+    Returns
+    -------
+    Tensor
+        [batch, windows], in [-1, 1]. A vector of zeros has cosine 0 to all; NaN or infinity makes its window NaN.
+    """
+    text = text * _inverse_norm(text)[..., None]
+    unit = text.mean(1) if text_mask is None else text.sum(1) / text_mask.sum(1, keepdim=True)
+    dots = torch.bmm(windows.flatten(1, 2), unit[..., None]).reshape(windows.shape[:-1])
+    return (dots * _inverse_norm(windows)).mean(-1)
+
+
+def pearson(text: Tensor, windows: Tensor, text_mask: Tensor | None = None) -> Tensor:
+    """Return the mean over all pairs of Pearson's correlation over the embedding's entries (Table 11).
+
+    Correlation is the cosine of vectors from which their own mean was taken, so `cosine`'s closed form serves it.
+
+    Parameters
+    ----------
+    text, windows, text_mask
+        As in `cosine`.
+
+    Returns
+    -------
+    Tensor
+        [batch, windows], in [-1, 1]. A vector of equal entries, which has no correlation, counts as 0.
+    """
+    return cosine(_centred(text), _centred(windows), text_mask)
+
+
+def euclidean(text: Tensor, windows: Tensor, text_mask: Tensor | None = None) -> Tensor:
+    """Return 1 / (1 + d), with d the mean over all pairs of the Euclidean distance |t_j - w_k| (Table 11).
+
+    The paper does not say how a distance becomes a similarity. This one falls with d and stays in (0, 1], where the thresholds
+    live. A mean of square roots has no closed form, so the pairs are computed, a block of tokens at a time: O(N M D).
+
+    Parameters
+    ----------
+    text, windows, text_mask
+        As in `cosine`.
+
+    Returns
+    -------
+    Tensor
+        [batch, windows], in (0, 1].
+    """
+    blocks = []
+    for tokens in torch.split(windows.flatten(1, 2), _DISTANCE_BLOCK, dim=1):
+        # |a|^2 + |b|^2 - 2ab would lose the digits of small distances.
+        distance = torch.cdist(tokens, text, compute_mode="donot_use_mm_for_euclid_dist")
+        if text_mask is None:
+            blocks.append(distance.mean(-1))
+        else:
+            blocks.append(distance.masked_fill(~text_mask[:, None], 0).sum(-1) / text_mask.sum(1, keepdim=True))
+    mean = torch.cat(blocks, dim=1).reshape(windows.shape[:-1]).mean(-1)
+    # An infinite distance would pass as similarity 0.
+    return (1 / (1 + mean)).masked_fill(mean.isinf(), torch.nan)
+
+
+def _inverse_norm(x: Tensor) -> Tensor:
+    """Return 1 / |x| over the last axis; 0 for a vector of zeros, NaN where the norm is not finite."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1)
+    # Below this the squares underflow, and the quotient would be noise.
+    zero = norm <= torch.finfo(x.dtype).tiny ** 0.5
+    return (1 / norm).masked_fill(zero, 0).masked_fill(norm.isinf(), torch.nan)
+
+
+def _centred(x: Tensor) -> Tensor:
+    """Return `x` minus its mean over the last axis."""
+    # The first entry goes before the mean, so that equal entries become exactly 0 and not rounding noise.
+    x = x - x[..., :1]
+    return x - x.mean(-1, keepdim=True)
+
+
+def normalize_scores(scores: Tensor, how: Normalize = "none", valid: Tensor | None = None) -> Tensor:
+    """Map similarities to the thresholds' range; never waits for the device.
 
     The thresholds of Eq. 10 and 11 live in (0, 1), mean cosines in [-1, 1] and usually near 0. The paper does not say how the
     two meet.
@@ -65,19 +149,29 @@ def normalize_scores(scores: Tensor, how: Normalize = "none") -> Tensor:
     how : {"none", "minmax", "rank"}
         ``none``: as they are (the literal reading). ``minmax``: linearly to [0, 1]; equal scores become 0.5.
         ``rank``: rank / (num_windows - 1), ties in order of position; a single window becomes 0.5.
+    valid : Tensor, optional
+        bool, the shape of `scores`: True in the first places of each row, for windows that the row has; the others take no part and
+        their results mean nothing. Default: all are valid.
 
     Raises
     ------
     ParameterError
         For another `how`.
     """
+    if how not in get_args(Normalize):
+        raise ParameterError(f"normalize = {how!r} is refused: it must be one of {', '.join(get_args(Normalize))}")
     if how == "none" or scores.shape[-1] == 0:
         return scores
+    # Behind all others, where it moves neither the minimum nor a rank.
+    last = scores if valid is None else scores.masked_fill(~valid, torch.inf)
     if how == "minmax":
-        low, high = scores.amin(-1, keepdim=True), scores.amax(-1, keepdim=True)
-        return torch.where(high > low, (scores - low) / (high - low).clamp_min(torch.finfo(scores.dtype).tiny), 0.5)
-    if how == "rank":
-        count = scores.shape[-1]
-        order = scores.argsort(dim=-1, stable=True).argsort(dim=-1)
-        return order.to(scores.dtype) / (count - 1) if count > 1 else torch.full_like(scores, 0.5)
-    raise ParameterError(f"normalize = {how!r} is refused: it must be one of {', '.join(get_args(Normalize))}")
+        first = scores if valid is None else scores.masked_fill(~valid, -torch.inf)
+        low, high = last.amin(-1, keepdim=True), first.amax(-1, keepdim=True)
+        varied = high > low
+        return torch.where(varied, (scores - low) / (high - low).masked_fill(~varied, 1), 0.5)
+    rank = last.argsort(dim=-1, stable=True).argsort(dim=-1).to(scores.dtype)
+    if valid is None:
+        steps = torch.full_like(scores[..., :1], scores.shape[-1] - 1)
+    else:
+        steps = valid.sum(-1, keepdim=True).to(scores.dtype) - 1
+    return torch.where(steps > 0, rank / steps.clamp_min(1), 0.5)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wqlab.errors import NonFiniteError, ParameterError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def check_alpha(alpha: float) -> float:
@@ -63,3 +67,30 @@ def thresholds(importance: ArrayLike, alpha: float) -> tuple[NDArray[np.float64]
     t_low = np.exp(alpha * (s - 1.0)) * shrink
     # The two meet at s = 0, s = 1 and alpha -> 0, where rounding may cross them by one ulp.
     return np.minimum(t_low, shrink), shrink
+
+
+def thresholds_on_device(importance: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+    """Return `thresholds` of an `importance` that lies on a device, without waiting for it.
+
+    Parameters
+    ----------
+    importance : Tensor
+        s_i of Eq. 9, any shape and floating dtype. NaN and infinity give NaN thresholds, for the caller to find.
+    alpha : float
+        As in `thresholds`.
+
+    Returns
+    -------
+    t_low, t_high : Tensor
+        float64, the shape and device of `importance`; equal to those of `thresholds` up to the last digit.
+
+    Raises
+    ------
+    ParameterError
+        For an alpha that is not finite or not above 0.
+    """
+    alpha = check_alpha(alpha)
+    s = importance.double()
+    s = s.clamp(0.0, 1.0).masked_fill(~s.isfinite(), math.nan)
+    t_high = (-alpha * s).expm1() / math.expm1(-alpha)
+    return ((alpha * (s - 1.0)).exp() * t_high).minimum(t_high), t_high

@@ -1,0 +1,64 @@
+import numpy as np
+import pytest
+import torch
+
+from wqlab.errors import NonFiniteError, ParameterError, UnknownNameError
+from wqlab.windows.plan import make_plan, on_host
+from wqlab.windows.scorers import create
+from wqlab.windows.search import search
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(0)
+    text = [torch.randn(n, 16, generator=generator) for n in (3, 7)]
+    visual = [torch.randn(n, 16, generator=generator) for n in (70, 100)]
+    return text, visual
+
+
+def test_a_search_is_a_scorer_and_a_plan():
+    text, visual = prompts()
+    got = search(text, visual, [0.3, 0.6], scorer="euclidean", window_size=16, alpha=1.5, normalize="rank")
+    want = make_plan(create("euclidean").score(text, visual, window_size=16), [0.3, 0.6], 1.5, "rank")
+    assert torch.equal(got.bit_widths, want.bit_widths)
+    assert (got.scorer, got.windows_per_row, got.tail_tokens) == ("euclidean", (4, 6), (6, 4))
+    seeded = search(text, visual, [0.3, 0.6], scorer=create("random", seed=3))
+    assert seeded.scorer == "random"
+
+
+def test_refusals_pass_through():
+    text, visual = prompts()
+    with pytest.raises(UnknownNameError, match="scorer"):
+        search(text, visual, [0.5], scorer="manhattan")
+    with pytest.raises(ParameterError, match="calibrate"):
+        search(text, visual, [0.5], num_layers=2)
+    visual[0][3] = torch.inf
+    with pytest.raises(NonFiniteError, match="row 0"):
+        search(text, visual, [0.5])
+    late = search(text, visual, [0.5], check=False)
+    with pytest.raises(NonFiniteError, match="1 of 3 windows have a cosine score"):
+        on_host(late)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scorer", ["cosine", "pearson", "euclidean", "random", "uniform"])
+@pytest.mark.parametrize("normalize", ["none", "minmax", "rank"])
+@pytest.mark.parametrize("importance_on", ["host", "device"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_the_fast_path_never_waits_for_the_gpu(scorer, normalize, importance_on, ragged):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    text, visual = prompts()
+    rows = slice(None) if ragged else slice(1)
+    importance = np.linspace(0.1, 0.9, 5)
+    want = search(text[rows], visual[rows], importance, scorer=scorer, normalize=normalize, dtype=torch.float32)
+    text, visual = [t.cuda() for t in text[rows]], [v.cuda() for v in visual[rows]]
+    given = torch.tensor(importance, device="cuda") if importance_on == "device" else importance
+    search(text, visual, given, scorer=scorer, normalize=normalize, check=False)  # libraries may wait when they are first used
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        plan = search(text, visual, given, scorer=scorer, normalize=normalize, check=False)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert plan.bit_widths.is_cuda
+    # float32 sums differ by order; a score may cross a threshold, but hardly.
+    assert (on_host(plan).bit_widths != want.bit_widths.numpy()).mean() < 0.05
