@@ -1,0 +1,123 @@
+"""Attention of a few query tokens over one layer's cache, whose windows lie in 16, 4 and 2 bits (WindowQuant, section 3.3.4).
+
+The packed codes are decoded where they are used; no full-precision copy of the cache is made. `operands` describes a cache,
+`reference` is the truth, `triton_kernel` the portable kernel.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+from typing import Literal, NamedTuple, get_args
+
+from torch import Tensor
+
+from wqlab.errors import ParameterError, UnsupportedError
+from wqlab.ops.mixed_decode import reference
+from wqlab.ops.mixed_decode.operands import DTYPES, MixedKV, PackedTensor, Segment
+
+__all__ = ["Backend", "Choice", "MixedKV", "PackedTensor", "Segment", "explain", "mixed_decode"]
+
+Backend = Literal["auto", "reference", "triton"]
+_log = logging.getLogger(__name__)
+
+
+class Choice(NamedTuple):
+    """The backend that runs, and why this one."""
+
+    backend: Literal["reference", "triton"]
+    reason: str
+
+
+def mixed_decode(query: Tensor, packed: MixedKV, scaling: float | None = None, backend: Backend = "auto") -> Tensor:
+    """Return softmax attention of `query` over the cache `packed`.
+
+    Parameters
+    ----------
+    query : Tensor
+        [batch, num_heads, q_len, head_dim] in float16, bfloat16 or float32, rotary positions applied. ``num_heads`` is a multiple
+        of the cache's ``num_kv_heads``, and head `h` reads KV head ``h // (num_heads / num_kv_heads)``. The kernel is made for a
+        few query tokens, up to about 64.
+    packed : MixedKV
+        Keys and values. Where several tokens ask, their own keys and values are the last ones of its tail.
+    scaling : float, optional
+        Factor of the scores before softmax; default ``head_dim ** -0.5``.
+    backend : {"auto", "reference", "triton"}
+        ``auto`` takes the kernel for CUDA tensors that it can serve and the reference otherwise; on CUDA it logs a warning when
+        it has to fall back.
+
+    Returns
+    -------
+    Tensor
+        [batch, num_heads, q_len, head_dim] in the dtype of `query`. A query that sees no token (a padded one) gives 0.
+
+    Raises
+    ------
+    ParameterError
+        For shapes or devices that contradict each other, a tail without the query tokens, or an unknown backend.
+    UnsupportedError
+        For a dtype that is not served, or when ``backend="triton"`` cannot serve this call; the message says why.
+    """
+    chosen = explain(query, packed, backend)
+    factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if not math.isfinite(factor):
+        raise ParameterError(f"scaling = {scaling!r} is not finite; leave it out for head_dim ** -0.5")
+    if chosen.backend == "reference":
+        if backend == "auto" and query.is_cuda:
+            _log.warning("mixed_decode runs the slow reference: %s", chosen.reason)
+        return reference.attend(query, packed, factor)
+    from wqlab.ops.mixed_decode import triton_kernel
+
+    return triton_kernel.attend(query, packed, factor)
+
+
+def explain(query: Tensor, packed: MixedKV, backend: Backend = "auto") -> Choice:
+    """Return which backend `mixed_decode` would take for these arguments, and why; raises what it would raise."""
+    _check(query, packed)
+    if backend not in get_args(Backend):
+        raise ParameterError(f"backend = {backend!r} is not one of {', '.join(get_args(Backend))}")
+    if backend == "reference":
+        return Choice("reference", "asked for by name")
+    if backend == "auto" and not query.is_cuda:
+        return Choice("reference", f"the query lies on {query.device}, and the kernel needs a CUDA device")
+    refusal = _why_not_triton(query)
+    if refusal is None:
+        return Choice("triton", "asked for by name" if backend == "triton" else f"the query lies on {query.device}")
+    if backend == "triton":
+        raise UnsupportedError(f"backend 'triton' cannot serve this call: {refusal}; use backend='reference' or 'auto'")
+    return Choice("reference", refusal)
+
+
+def _why_not_triton(query: Tensor) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (it exists for Linux)"
+    from wqlab.ops.mixed_decode import triton_kernel
+
+    if not query.is_cuda and not triton_kernel.INTERPRETED:
+        return f"the query lies on {query.device}, and the kernel needs a CUDA device (or TRITON_INTERPRET=1, very slow)"
+    if query.shape[-1] > triton_kernel.MAX_HEAD_DIM:
+        return f"head_dim = {query.shape[-1]} is larger than {triton_kernel.MAX_HEAD_DIM}, the most that its registers hold"
+    return None
+
+
+def _check(query: Tensor, packed: MixedKV) -> None:
+    if query.dim() != 4 or 0 in query.shape[1:]:
+        raise ParameterError(f"query {list(query.shape)} is not [batch, num_heads, q_len, head_dim] of 1 or more each")
+    if query.dtype not in DTYPES:
+        raise UnsupportedError(f"a query of {query.dtype} is not one of {', '.join(map(str, DTYPES))}; convert it")
+    batch, num_heads, q_len, head_dim = query.shape
+    if (batch, head_dim) != (packed.batch, packed.head_dim) or num_heads % packed.num_kv_heads:
+        raise ParameterError(
+            f"query {list(query.shape)} does not fit a cache of batch {packed.batch}, {packed.num_kv_heads} KV heads and head_dim "
+            f"{packed.head_dim}: batch and head_dim must agree and num_heads be a multiple of the KV heads"
+        )
+    tail = 0 if packed.tail is None else packed.tail.tokens
+    if q_len > 1 and tail < q_len:
+        raise ParameterError(
+            f"{q_len} query tokens, but the tail holds {tail}: put keys and values of the query tokens at its end first, so "
+            "that it is known which of them each query may see"
+        )
+    elsewhere = sorted({str(t.device) for t in packed.tensors()} - {str(query.device)})
+    if elsewhere:
+        raise ParameterError(f"the query lies on {query.device}, parts of the cache on {', '.join(elsewhere)}; move one of them")
