@@ -51,8 +51,9 @@ def window_similarity(text: Tensor, tokens: Tensor, window_size: int = 32) -> Te
 def cosine(text: Tensor, windows: Tensor, text_mask: Tensor | None = None) -> Tensor:
     """Return the mean over all pairs of cosine(t_j, w_k) for each window (Eq. 8).
 
-    A mean of dot products is the dot product of the means. So with u, the mean of the text's unit vectors, a window's score is the
-    mean of ``w_k . u / |w_k|``: O((N + M) D) and not O(N M D), and no unit vector of a window is ever stored.
+    A mean of dot products is the dot product of the means, here of the text's unit vectors and of a window's: O((N + M) D) and not
+    O(N M D). The mean of a window's unit vectors is a product of the row of ``1 / (S |w_k|)`` with the window, so none of them is
+    ever stored.
 
     Parameters
     ----------
@@ -70,8 +71,9 @@ def cosine(text: Tensor, windows: Tensor, text_mask: Tensor | None = None) -> Te
     """
     text = text * _inverse_norm(text)[..., None]
     unit = text.mean(1) if text_mask is None else text.sum(1) / text_mask.sum(1, keepdim=True)
-    dots = torch.bmm(windows.flatten(1, 2), unit[..., None]).reshape(windows.shape[:-1])
-    return (dots * _inverse_norm(windows)).mean(-1)
+    weights = _inverse_norm(windows) / windows.shape[2]
+    means = torch.matmul(weights[:, :, None], windows)[:, :, 0]
+    return torch.bmm(means, unit[..., None])[..., 0]
 
 
 def pearson(text: Tensor, windows: Tensor, text_mask: Tensor | None = None) -> Tensor:
