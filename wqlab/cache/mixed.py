@@ -1,0 +1,298 @@
+"""One layer's keys and values at mixed width: windows in 4 and 2 bits, each width contiguous, the rest dense (WindowQuant, 3.3).
+
+The order in which tokens lie here is not the order in which they came: windows of one width are put together, so that a kernel
+reads each width in one piece. `positions` remembers where every token belongs. Keys carry their rotary positions already, so
+attention does not need it; `dequantize` uses it to give the original order back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wqlab.errors import ParameterError, UnsupportedError
+from wqlab.layouts import bitpack
+from wqlab.ops.mixed_decode.operands import MixedKV, PackedTensor, Segment
+from wqlab.quantizers import Quantized, Quantizer, check_finite
+
+#: A column that holds no token of a row: rows may have different numbers of windows.
+NONE = -1
+
+
+@dataclass
+class _Packed:
+    """Windows of one width. Rows with fewer windows have them first and columns of `NONE` behind.
+
+    Parameters
+    ----------
+    key, value : PackedTensor
+        [batch, heads, tokens, head_dim].
+    positions : Tensor
+        int64 [batch, tokens].
+    """
+
+    key: PackedTensor
+    value: PackedTensor
+    positions: Tensor
+
+
+class MixedSegments:
+    """Keys and values of one layer.
+
+    Parameters
+    ----------
+    quantizers : mapping of int to (Quantizer, Quantizer)
+        Bits -> how keys and values of that width are encoded; all with one window size.
+
+    Attributes
+    ----------
+    key, value : Tensor or None
+        Dense tokens [batch, heads, tokens, head_dim], in the order of their positions, the newest in the last column of every row.
+    positions : Tensor or None
+        int64 [batch, tokens] of the dense tokens, `NONE` in front where a row has fewer.
+    packed : dict of int to _Packed
+        Bits -> windows.
+    seq_len : int
+        Tokens per row, wherever they lie.
+    """
+
+    def __init__(self, quantizers: Mapping[int, tuple[Quantizer, Quantizer]]) -> None:
+        self.quantizers = dict(quantizers)
+        self.key: Tensor | None = None
+        self.value: Tensor | None = None
+        self.positions: Tensor | None = None
+        self.packed: dict[int, _Packed] = {}
+        self.seq_len = 0
+
+    def __len__(self) -> int:
+        return self.seq_len
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Add dense tokens [batch, heads, new, head_dim] behind all others.
+
+        Raises
+        ------
+        UnsupportedError
+            When batch, heads or head_dim differ from what is held; nothing was added.
+        """
+        if self.key is None or self.value is None or self.positions is None:
+            self.key, self.value = key.detach().clone(), value.detach().clone()
+            self.positions = torch.arange(key.shape[2], device=key.device).expand(key.shape[0], -1).clone()
+            self.seq_len = key.shape[2]
+            return
+        held = self.key.shape[:2], self.key.shape[3]
+        if held != (key.shape[:2], key.shape[3]):
+            raise UnsupportedError(
+                f"tokens of [batch, heads, head_dim] = {[*key.shape[:2], key.shape[3]]} cannot be appended to a cache of "
+                f"{[*held[0], held[1]]}; use a new cache, or reset this one"
+            )
+        new = torch.arange(self.seq_len, self.seq_len + key.shape[2], device=key.device).expand(key.shape[0], -1)
+        self.key, self.value = (
+            torch.cat([self.key, key.to(self.key.dtype)], 2),
+            torch.cat([self.value, value.to(self.value.dtype)], 2),
+        )
+        self.positions = torch.cat([self.positions, new], 1)
+        self.seq_len += key.shape[2]
+
+    def encode(self, windows: Tensor, bit_widths: Sequence[int]) -> None:
+        """Encode windows of dense tokens, those of one width together; what is given 16 bits, and all other tokens, stay dense.
+
+        Parameters
+        ----------
+        windows : Tensor
+            int64 [batch, windows, window_size]: the positions of each window's tokens, ascending; a window that a row does not have
+            is `NONE` throughout.
+        bit_widths : sequence of int
+            [windows]: 16, or a key of `quantizers`.
+
+        Raises
+        ------
+        ParameterError
+            For another number of widths, an unknown width, or when windows are encoded already.
+        NonFiniteError
+            When a window holds NaN or infinity; the cache is as before.
+        """
+        if self.packed:
+            raise ParameterError("this layer's windows are encoded already: encode once, after the prefill")
+        if self.key is None or self.value is None or self.positions is None:
+            raise ParameterError("nothing was appended yet, so there is nothing to encode")
+        if windows.dim() != 3 or len(bit_widths) != windows.shape[1]:
+            raise ParameterError(
+                f"windows {list(windows.shape)} and {len(bit_widths)} bit widths: need [batch, windows, size] and [windows]"
+            )
+        unknown = sorted(set(bit_widths) - {16, *self.quantizers})
+        if unknown:
+            raise ParameterError(f"bit width {unknown[0]} is neither 16 nor one of {', '.join(map(str, sorted(self.quantizers)))}")
+        packed = {}
+        for bits, pair in self.quantizers.items():
+            chosen = [i for i, width in enumerate(bit_widths) if width == bits]
+            if chosen:
+                packed[bits] = self._encoded(windows[:, chosen], pair)
+        taken = torch.zeros(self.positions.shape, dtype=torch.bool, device=self.positions.device)
+        for part in packed.values():
+            # Before any window is encoded, the dense token at position p lies in column p.
+            rows, columns = (part.positions != NONE).nonzero(as_tuple=True)
+            taken[rows, part.positions[rows, columns]] = True
+        self.packed = packed
+        self._keep_dense(self.positions.masked_fill(taken, NONE), self.key, self.value)
+
+    def parts(self, visible: Tensor | None = None) -> MixedKV:
+        """Return what the `mixed_decode` operation reads.
+
+        Parameters
+        ----------
+        visible : Tensor, optional
+            bool [batch, seq_len]: false for padding. Default: all tokens are seen.
+
+        Raises
+        ------
+        ParameterError
+            When nothing was appended yet.
+        """
+        if self.key is None or self.value is None or self.positions is None:
+            raise ParameterError("nothing was appended to this cache yet, so it has nothing to attend to")
+        segments = tuple(Segment(p.key, p.value, mask=_seen(p.positions, visible)) for p in self.packed.values())
+        return MixedKV(segments, Segment(self.key, self.value, mask=_seen(self.positions, visible)))
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all tokens in their original order, [batch, heads, seq_len, head_dim].
+
+        Raises
+        ------
+        ParameterError
+            When nothing was appended yet.
+        """
+        if self.key is None or self.value is None or self.positions is None:
+            raise ParameterError("nothing was appended to this cache yet, so it has no tensor to return")
+        both = []
+        for name, dense in (("key", self.key), ("value", self.value)):
+            shape = (*dense.shape[:2], self.seq_len, dense.shape[3])
+            result = torch.empty(shape, dtype=dtype or dense.dtype, device=dense.device)
+            _put(result, self.positions, dense)
+            for bits, part in self.packed.items():
+                _put(result, part.positions, self._decoded(getattr(part, name), bits, name))
+            both.append(result)
+        return both[0], both[1]
+
+    def crop(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens of every row. A window that is cut goes back to dense, at its decoded values."""
+        if num_tokens >= self.seq_len or self.key is None or self.value is None or self.positions is None:
+            return
+        self.seq_len = max(num_tokens, 0)
+        positions, keys, values = [self.positions], [self.key], [self.value]
+        for bits, part in list(self.packed.items()):
+            size = part.key.window_size
+            ends = part.positions.unflatten(1, (-1, size))[:, :, -1]
+            whole = (ends != NONE) & (ends < self.seq_len)
+            cut = ~whole.repeat_interleave(size, 1)
+            if bool(cut.any()):
+                positions.append(part.positions.masked_fill(~cut, NONE))
+                keys.append(self._decoded(part.key, bits, "key"))
+                values.append(self._decoded(part.value, bits, "value"))
+            # Windows lie in ascending order, so those that stay are each row's first ones.
+            count = int(whole.sum(1).max())
+            if not count:
+                del self.packed[bits]
+                continue
+            kept = part.positions.masked_fill(cut, NONE)[:, : count * size].clone()
+            self.packed[bits] = _Packed(_first(part.key, count), _first(part.value, count), kept)
+        joined = torch.cat(positions, 1)
+        self._keep_dense(joined.masked_fill(joined >= self.seq_len, NONE), torch.cat(keys, 2), torch.cat(values, 2))
+
+    def select_rows(self, choose: Callable[[Tensor], Tensor]) -> None:
+        """Replace every held tensor by `choose(tensor)`, which picks or repeats rows of axis 0; packed tensors follow."""
+        if self.key is None or self.value is None or self.positions is None:
+            return
+        self.key, self.value, self.positions = choose(self.key), choose(self.value), choose(self.positions)
+        for bits, part in self.packed.items():
+            self.packed[bits] = _Packed(_mapped(part.key, choose), _mapped(part.value, choose), choose(part.positions))
+
+    def tokens_per_width(self) -> dict[int, int]:
+        """Return bits -> tokens held at that width, of K and V and of all rows; dense ones count by their dtype."""
+        if self.positions is None or self.key is None:
+            return {}
+        found = {8 * self.key.dtype.itemsize: 2 * int((self.positions != NONE).sum())}
+        for bits, part in self.packed.items():
+            found[bits] = 2 * int((part.positions != NONE).sum())
+        return dict(sorted(found.items()))
+
+    def numel(self) -> int:
+        """Return the number of elements represented, K and V: 2 * batch * heads * seq_len * head_dim."""
+        return 0 if self.key is None else 2 * self.key.shape[0] * self.key.shape[1] * self.seq_len * self.key.shape[3]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield every tensor held, positions included."""
+        yield from (t for t in (self.key, self.value, self.positions) if t is not None)
+        for part in self.packed.values():
+            yield from (*part.key.tensors(), *part.value.tensors(), part.positions)
+
+    def nbytes(self) -> int:
+        """Return the bytes of the storages behind the held tensors: codes, metadata, dense tokens, columns that pad, positions."""
+        return sum(t.untyped_storage().nbytes() for t in self.tensors())
+
+    def _encoded(self, windows: Tensor, pair: tuple[Quantizer, Quantizer]) -> _Packed:
+        # A row's own windows first: what it lacks goes to the back, where its positions say NONE.
+        lacking = windows[:, :, 0] == NONE
+        order = lacking.long().argsort(dim=1, stable=True)
+        windows = windows.gather(1, order[:, :, None].expand_as(windows))
+        longest = int((~lacking).sum(1).max())
+        positions = windows[:, :longest].flatten(1).contiguous()
+        sides = []
+        for dense, quantizer in zip((self.key, self.value), pair, strict=True):
+            assert dense is not None
+            x = _taken(dense, positions)
+            check_finite(x, quantizer.role)
+            sides.append(PackedTensor.pack(quantizer.quantize(x)))
+        return _Packed(sides[0], sides[1], positions)
+
+    def _decoded(self, side: PackedTensor, bits: int, name: str) -> Tensor:
+        quantizer = self.quantizers[bits][name == "value"]
+        codes = bitpack.unpack(side.codes, side.num_bits, side.head_dim)
+        return quantizer.dequantize(Quantized(codes, side.scale, side.minimum, quantizer.spec, side.scale.dtype))
+
+    def _keep_dense(self, positions: Tensor, key: Tensor, value: Tensor) -> None:
+        """Hold the tokens whose position is not `NONE`, ascending and against the right edge of every row."""
+        order = positions.argsort(dim=1, stable=True)
+        most = int((positions != NONE).sum(1).max()) if positions.numel() else 0
+        order = order[:, positions.shape[1] - most :]
+        self.positions = positions.gather(1, order).contiguous()
+        self.key, self.value = (_gathered(x, order) for x in (key, value))
+
+
+def _gathered(x: Tensor, columns: Tensor) -> Tensor:
+    """Return columns [batch, n] of x [batch, heads, tokens, head_dim], in storage of their own."""
+    return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def _taken(x: Tensor, positions: Tensor) -> Tensor:
+    """Return the tokens at `positions` [batch, n]; zeros where that is `NONE`, which every quantizer can encode."""
+    found = _gathered(x, positions.clamp_min(0))
+    return found.masked_fill((positions == NONE)[:, None, :, None], 0)
+
+
+def _put(target: Tensor, positions: Tensor, x: Tensor) -> None:
+    """Write the columns of x [batch, heads, n, head_dim] to their positions in target; columns of `NONE` go nowhere."""
+    rows, columns = (positions != NONE).nonzero(as_tuple=True)
+    target[rows, :, positions[rows, columns]] = x[rows, :, columns].to(target.dtype)
+
+
+def _seen(positions: Tensor, visible: Tensor | None) -> Tensor | None:
+    """Return bool [batch, n]: columns that hold a token which is no padding; None where that is all of them."""
+    there = positions != NONE
+    if visible is not None:
+        there = there & visible.gather(1, positions.clamp_min(0))
+    return None if bool(there.all()) else there
+
+
+def _first(side: PackedTensor, windows: int) -> PackedTensor:
+    codes = side.codes[:, :, : windows * side.window_size].clone()
+    scale, minimum = (part[:, :, :windows].clone() for part in (side.scale, side.minimum))
+    return PackedTensor(codes, scale, minimum, side.num_bits, side.window_size, side.head_dim)
+
+
+def _mapped(side: PackedTensor, choose: Callable[[Tensor], Tensor]) -> PackedTensor:
+    codes, scale, minimum = (choose(part) for part in side.tensors())
+    return PackedTensor(codes, scale, minimum, side.num_bits, side.window_size, side.head_dim)
