@@ -185,7 +185,7 @@ class MixedSegments:
         positions, keys, values = [self.positions], [self.key], [self.value]
         for bits, part in list(self.packed.items()):
             size = part.key.window_size
-            ends = part.positions.unflatten(1, (-1, size))[:, :, -1]
+            ends = part.positions.reshape(len(part.positions), -1, size)[:, :, -1]
             whole = (ends != NONE) & (ends < self.seq_len)
             cut = ~whole.repeat_interleave(size, 1)
             if bool(cut.any()):
