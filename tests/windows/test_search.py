@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from wqlab import registry
 from wqlab.errors import NonFiniteError, ParameterError, UnknownNameError
 from wqlab.windows.plan import make_plan, on_host
 from wqlab.windows.scorers import create
@@ -39,26 +40,53 @@ def test_refusals_pass_through():
         on_host(late)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("scorer", ["cosine", "pearson", "euclidean", "random", "uniform"])
-@pytest.mark.parametrize("normalize", ["none", "minmax", "rank"])
-@pytest.mark.parametrize("importance_on", ["host", "device"])
-@pytest.mark.parametrize("ragged", [False, True])
-def test_the_fast_path_never_waits_for_the_gpu(scorer, normalize, importance_on, ragged):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+fast_path = [
+    pytest.mark.parametrize("scorer", registry.names("scorer")),
+    pytest.mark.parametrize("normalize", ["none", "minmax", "rank"]),
+    pytest.mark.parametrize("importance_on", ["host", "device"]),
+    pytest.mark.parametrize("ragged", [False, True]),
+]
+
+
+def for_device(device, importance_on, ragged):
     text, visual = prompts()
     rows = slice(None) if ragged else slice(1)
     importance = np.linspace(0.1, 0.9, 5)
-    want = search(text[rows], visual[rows], importance, scorer=scorer, normalize=normalize, dtype=torch.float32)
-    text, visual = [t.cuda() for t in text[rows]], [v.cuda() for v in visual[rows]]
-    given = torch.tensor(importance, device="cuda") if importance_on == "device" else importance
-    search(text, visual, given, scorer=scorer, normalize=normalize, check=False)  # libraries may wait when they are first used
+    given = torch.tensor(importance).to(device) if importance_on == "device" else importance
+    return [t.to(device) for t in text[rows]], [v.to(device) for v in visual[rows]], given
+
+
+def all_of(test):
+    for mark in fast_path:
+        test = mark(test)
+    return test
+
+
+@all_of
+def test_the_fast_path_needs_no_value_on_the_host(scorer, normalize, importance_on, ragged):
+    # Tensors on "meta" have shapes and no values: asking for one raises.
+    text, visual, importance = for_device("meta", importance_on, ragged)
+    plan = search(text, visual, importance, scorer=scorer, normalize=normalize, window_size=16, check=False)
+    assert plan.bit_widths.is_meta
+    assert plan.bit_widths.shape == (5, 6 if ragged else 4)
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        search(text, visual, importance, scorer=scorer, normalize=normalize, window_size=16)
+
+
+@pytest.mark.gpu
+@all_of
+def test_the_fast_path_never_waits_for_the_gpu(scorer, normalize, importance_on, ragged):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    options = {"scorer": scorer, "normalize": normalize, "window_size": 16, "dtype": torch.float32}
+    want = search(*for_device("cpu", "host", ragged), **options)
+    prompt = for_device("cuda", importance_on, ragged)
+    search(*prompt, **options, check=False)  # libraries may wait when they are first used
     torch.cuda.set_sync_debug_mode("error")
     try:
-        plan = search(text, visual, given, scorer=scorer, normalize=normalize, check=False)
+        plan = search(*prompt, **options, check=False)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert plan.bit_widths.is_cuda
-    # float32 sums differ by order; a score may cross a threshold, but hardly.
+    # float32 sums differ by their order: a score may cross a threshold, but hardly.
     assert (on_host(plan).bit_widths != want.bit_widths.numpy()).mean() < 0.05

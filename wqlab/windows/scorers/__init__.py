@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -77,7 +78,8 @@ class Scorer(ABC):
                 text_lengths=text_lengths, visual_lengths=visual_lengths, dtype=dtype,
             )  # fmt: skip
             # Inside a caller's autocast region the products would be rounded to half precision.
-            with torch.autocast(batch.windows.device.type, enabled=False):
+            device = batch.windows.device.type
+            with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
                 return batch.scores(self.compare(batch), self.name, check)
 
 
