@@ -194,7 +194,8 @@ class WindowPlan:
         generator = np.random.default_rng(seed)
         edges = sorted({0, int(self.first_window_full), *self.windows_per_row})
         order = [w for start, stop in itertools.pairwise(edges) for w in (start + generator.permutation(stop - start)).tolist()]
-        return replace(self, bit_widths=self.bit_widths[:, order], scorer=f"{self.scorer}, permuted with seed {seed}")
+        scorer = f"{self.scorer}, permuted with seed {seed}"
+        return replace(self, bit_widths=self.bit_widths[:, order], scorer=scorer, preset=None)
 
 
 @dataclass(frozen=True)

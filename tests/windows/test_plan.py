@@ -159,6 +159,7 @@ def test_the_paper_preset_is_literal_or_refused():
     scores = scorers.create("cosine").score(text, visual)
     plan = make_plan(scores, [0.95], preset="paper")
     assert plan.preset == "paper"
+    assert plan.permuted(0).preset is oracle_plan(plan, np.arange(3)).preset is None
     np.testing.assert_array_equal(plan.bit_widths, make_plan(scores, [0.95], 2.0, "none").bit_widths)
     for options, says in (
         ({"alpha": 3.0}, "alpha = 2.0, not 3.0"),

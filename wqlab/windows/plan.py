@@ -84,7 +84,8 @@ def make_plan(
     num_layers : int, optional
         Layers of the model; `importance` must have as many.
     check : bool
-        False never waits for the device: windows whose scores are not finite get width 0, which `on_host` refuses.
+        False never waits for the device: where a score or a layer's importance is not finite the width is 0, which `on_host`
+        refuses.
 
     Returns
     -------
@@ -108,7 +109,7 @@ def make_plan(
     alpha = check_alpha(alpha)
     if preset is not None:
         _check_preset(preset, scores, alpha, normalize, first_window_full)
-    on_cpu = not isinstance(scores.values, torch.Tensor)
+    as_numpy = not isinstance(scores.values, torch.Tensor)
     # float64 whatever the scores are, so that devices and numpy decide alike on a threshold.
     values = torch.as_tensor(scores.values).to(torch.float64)
     t_low, t_high = _thresholds(importance, alpha, values.device, num_layers)
@@ -129,7 +130,7 @@ def make_plan(
         widths[..., 0] = 16
     shared = _vote(widths, valid).masked_fill(unusable, 0)
     return WindowPlan(
-        bit_widths=shared.numpy() if on_cpu else shared,
+        bit_widths=shared.numpy() if as_numpy else shared,
         window_size=scores.window_size,
         windows_per_row=scores.windows_per_row,
         tail_tokens=scores.tail_tokens,
@@ -190,7 +191,7 @@ def oracle_plan(plan: WindowPlan, relevance: ArrayLike) -> WindowPlan:
         # The last key of lexsort counts first.
         order = np.lexsort((-layer, -given[start:]))
         layer[order] = np.sort(layer)[::-1]
-    return replace(plan, bit_widths=widths, scorer=f"oracle at the memory of {plan.scorer}")
+    return replace(plan, bit_widths=widths, scorer=f"oracle at the memory of {plan.scorer}", preset=None)
 
 
 def _given(similarity: Tensor | ArrayLike) -> WindowScores:
