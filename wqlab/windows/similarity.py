@@ -128,7 +128,7 @@ def _inverse_norm(x: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1)
     # Below this the squares underflow, and the quotient would be noise.
     zero = norm <= torch.finfo(x.dtype).tiny ** 0.5
-    return (1 / norm).masked_fill(zero, 0).masked_fill(norm.isinf(), torch.nan)
+    return (1 / norm).masked_fill(zero, 0).masked_fill(norm == torch.inf, torch.nan)
 
 
 def _centred(x: Tensor) -> Tensor:
