@@ -10,6 +10,8 @@ The names below are loaded when first used, so that ``import wqlab`` stays fast.
 `parameters`        a notebook's variables -> the validated parameters of its stem
 `load`              a model by name, folder or hub id -> model and tokenizer
 `QuantizedKVCache`  a packed KV cache for transformers' ``generate``
+`windowquant`       a block in which a video-language model's ``generate`` plans and holds its cache as WindowQuant does
+`WindowQuantCache`  its cache, for a plan of your own
 `perplexity`        of a model that reads its own quantized cache
 ==================  ===========================================================================
 """
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from wqlab.experiments import run
     from wqlab.figures import draw
     from wqlab.hf.cache import QuantizedKVCache
+    from wqlab.hf.window_cache import WindowQuantCache, windowquant
     from wqlab.models import load
     from wqlab.widgets.explore import explore
 
@@ -34,6 +37,7 @@ __version__ = _version("wqlab")
 
 _LAZY = {
     "QuantizedKVCache": "wqlab.hf.cache",
+    "WindowQuantCache": "wqlab.hf.window_cache",
     "draw": "wqlab.figures",
     "explore": "wqlab.widgets.explore",
     "load": "wqlab.models",
@@ -41,9 +45,12 @@ _LAZY = {
     "perplexity": "wqlab.evals.perplexity",
     "run": "wqlab.experiments",
     "save": "wqlab.batch.save",
+    "windowquant": "wqlab.hf.window_cache",
 }
 
-__all__ = ["QuantizedKVCache", "draw", "explore", "load", "parameters", "perplexity", "run", "save"]
+__all__ = [
+    "QuantizedKVCache", "WindowQuantCache", "draw", "explore", "load", "parameters", "perplexity", "run", "save", "windowquant",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

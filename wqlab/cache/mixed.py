@@ -70,6 +70,11 @@ class MixedSegments:
     def __len__(self) -> int:
         return self.seq_len
 
+    @property
+    def batch(self) -> int:
+        """Rows held; 0 before the first token."""
+        return 0 if self.key is None else int(self.key.shape[0])
+
     def append(self, key: Tensor, value: Tensor) -> None:
         """Add dense tokens [batch, heads, new, head_dim] behind all others.
 

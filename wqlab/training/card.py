@@ -127,8 +127,9 @@ def _runs(meta: dict[str, Any]) -> list[str]:
         settings, hardware = run["settings"], run["provenance"]["hardware"]
         begin = settings.get("begin", 0.0)
         end = begin + (1 - begin) * run["step"] / settings["steps"]
+        tokens = settings["tokens_per_step"] * settings.get("processes", 1)
         rows.append(
-            f"| {number} | {run['step']:,} of {settings['steps']:,} | {settings['tokens_per_step'] * settings.get('processes', 1):,} | {settings['seed']} | "
+            f"| {number} | {run['step']:,} of {settings['steps']:,} | {tokens:,} | {settings['seed']} | "
             f"{begin:.0%} to {end:.0%} | {run['seconds'] / 60:.1f} | {(hardware['gpus'] or [hardware['cpu']])[0]} | "
             f"{run['provenance']['date'][:10]} |"
         )

@@ -1,0 +1,312 @@
+"""WindowQuant for a transformers model: search and plan before the prompt is read, then a cache of mixed widths, layer by layer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer
+
+from wqlab import quantizers
+from wqlab.cache.mixed import NONE, MixedSegments
+from wqlab.errors import NonFiniteError, ParameterError, UnsupportedError
+from wqlab.hf.adapters import for_model
+from wqlab.hf.cache import cache_argument
+from wqlab.hf.capture import capture_importance, decoder_layers
+from wqlab.types import Granularity, WindowPlan
+from wqlab.windows.plan import on_host
+from wqlab.windows.search import search
+
+_log = logging.getLogger(__name__)
+#: Model -> s_i of its layers, calibrated once (Eq. 9).
+_CALIBRATED: WeakKeyDictionary[nn.Module, list[float]] = WeakKeyDictionary()
+
+
+class WindowQuantLayer(DynamicLayer):  # type: ignore[misc]
+    """One layer of `WindowQuantCache`.
+
+    Parameters
+    ----------
+    cache : WindowQuantCache
+        Knows plan and windows.
+    layer_idx : int
+        Which layer of the plan this is.
+    """
+
+    is_compileable = False
+    is_croppable = False  # a window that is cut has lost its exact values; `crop` itself works
+
+    def __init__(self, cache: WindowQuantCache, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self._owner = cache
+        self.segments = MixedSegments(cache.quantizers)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Note device and dtype of the first tokens."""
+        self.device, self.dtype, self.is_initialized = key_states.device, key_states.dtype, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append K and V [batch, kv_heads, new, head_dim] and return all tokens' K and V in their original order.
+
+        The pass that completes the prompt gets it in full precision; behind it this layer is encoded, before the next layer runs,
+        so that never more than one layer exceeds what the plan holds.
+
+        Raises
+        ------
+        NonFiniteError, UnsupportedError
+            Naming the layer.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        try:
+            self.segments.append(key_states, value_states)
+            key, value = self.segments.dequantize(key_states.dtype)
+            self._owner.encode_when_whole(self)
+        except (NonFiniteError, UnsupportedError) as error:
+            raise type(error)(f"layer {self.layer_idx}: {error}") from error
+        return key, value
+
+    def get_seq_length(self) -> int:
+        """Return the tokens held."""
+        return len(self.segments)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.segments = MixedSegments(self._owner.quantizers)
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens; a positive number is the length to keep (transformers before 5.24)."""
+        keep = tokens_to_remove if tokens_to_remove > 0 else len(self.segments) + tokens_to_remove
+        self.segments.crop(max(keep, 0))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Pick the batch rows `beam_idx`."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the batch rows `indices`."""
+        self.segments.select_rows(lambda t: t[indices.to(t.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each batch row `repeats` times."""
+        self.segments.select_rows(lambda t: t.repeat_interleave(repeats, dim=0))
+
+
+class WindowQuantCache(Cache):  # type: ignore[misc]
+    """A cache whose visual windows lie at the widths of a plan; text and generated tokens stay in full precision.
+
+    Parameters
+    ----------
+    method : str
+        A registered quantizer.
+    granularity : {"window_channel", "window_head", "window"}
+        Which elements of a window share scale and minimum.
+
+    Notes
+    -----
+    `follow` gives it the plan; without one it is a full-precision cache. `windowquant` does both for ``generate``.
+    """
+
+    def __init__(self, method: str = "rtn", granularity: Granularity = "window_channel") -> None:
+        super().__init__(layers=[])
+        self.method, self.granularity = method, granularity
+        self.quantizers: dict[int, Any] = {}
+        self.plan: WindowPlan | None = None
+        self._windows: Tensor | None = None
+        self._prompt_len = 0
+
+    def follow(self, plan: WindowPlan, visual: Tensor) -> None:
+        """Take a plan, before the first token.
+
+        Parameters
+        ----------
+        plan : WindowPlan
+            Of this prompt.
+        visual : Tensor
+            bool [batch, prompt]: where visual tokens stand. Row b's windows are its visual tokens, `plan.window_size` at a time.
+
+        Raises
+        ------
+        ParameterError
+            When the cache holds tokens already, or the plan is of other rows.
+        """
+        if self.get_seq_length():
+            raise ParameterError(f"the cache holds {self.get_seq_length()} tokens already; give a plan to an empty cache")
+        if len(plan.windows_per_row) != visual.shape[0]:
+            raise ParameterError(f"the plan is of {len(plan.windows_per_row)} rows, the prompt has {visual.shape[0]}")
+        self.plan = on_host(plan)
+        widths = sorted({int(bits) for bits in self.plan.bit_widths.ravel()} - {16}, reverse=True)
+        size = self.plan.window_size
+        self.quantizers = {
+            bits: tuple(quantizers.create(self.method, bits, size, self.granularity, role) for role in ("key", "value"))
+            for bits in widths
+        }
+        self.layers.clear()
+        self._windows = window_positions(visual, size, self.plan.num_windows)
+        self._prompt_len = visual.shape[1]
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append to layer `layer_idx`, creating layers as they are met; see `WindowQuantLayer.update`."""
+        while len(self.layers) <= layer_idx:
+            self.layers.append(WindowQuantLayer(self, len(self.layers)))
+        result: tuple[Tensor, Tensor] = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        return result
+
+    def encode_when_whole(self, layer: WindowQuantLayer) -> None:
+        """Encode a layer whose prompt is complete and not yet encoded. A prompt that comes in chunks stays whole until its last."""
+        segments = layer.segments
+        if self.plan is None or self._windows is None or segments.packed or len(segments) < self._prompt_len:
+            return
+        widths = [int(bits) for bits in self.plan.bit_widths[layer.layer_idx]]
+        if any(bits != 16 for bits in widths):
+            windows, rows = self._windows.to(layer.device), segments.batch
+            # Beam search repeats the rows of a prompt before the first pass.
+            segments.encode(windows.repeat_interleave(rows // len(windows), 0), widths)
+
+    def nbytes(self) -> int:
+        """Return the bytes held by all layers, metadata and positions included."""
+        return sum(layer.segments.nbytes() for layer in self.layers)
+
+    def report(self) -> dict[str, Any]:
+        """Return what is held.
+
+        Returns
+        -------
+        dict
+            ``tokens`` per row and layer; ``tokens_per_width`` (bits -> tokens, summed over K and V, rows and layers);
+            ``bytes_held``; ``bytes_fp16``, what the same elements take in FP16; ``bits_per_element``, everything included
+            (0.0 for an empty cache).
+        """
+        widths: dict[int, int] = {}
+        for layer in self.layers:
+            for bits, tokens in layer.segments.tokens_per_width().items():
+                widths[bits] = widths.get(bits, 0) + tokens
+        elements, held = sum(layer.segments.numel() for layer in self.layers), self.nbytes()
+        return {
+            "tokens": self.get_seq_length(),
+            "tokens_per_width": dict(sorted(widths.items())),
+            "bytes_held": held,
+            "bytes_fp16": 2 * elements,
+            "bits_per_element": 8 * held / elements if elements else 0.0,
+        }
+
+    def describe(self) -> str:
+        """Return the report as one line."""
+        r = self.report()
+        total = sum(r["tokens_per_width"].values()) or 1
+        mix = ", ".join(f"{tokens / total:.0%} at {bits} bits" for bits, tokens in r["tokens_per_width"].items())
+        saved = f"{r['bytes_fp16'] - r['bytes_held']:,} of {r['bytes_fp16']:,} bytes saved"
+        return f"{r['tokens']} tokens ({mix or 'none'}): {r['bits_per_element']:.2f} bits/element, {saved} against FP16"
+
+
+def window_positions(visual: Tensor, window_size: int, num_windows: int) -> Tensor:
+    """Return int64 [batch, num_windows, window_size]: the positions of each window's tokens, `NONE` for windows that a row lacks.
+
+    Parameters
+    ----------
+    visual : Tensor
+        bool [batch, prompt].
+    window_size, num_windows : int
+        Tokens per window; windows of the longest row.
+    """
+    found = torch.full((visual.shape[0], num_windows, window_size), NONE, device=visual.device)
+    for row, there in enumerate(visual):
+        at = there.nonzero().squeeze(1)
+        count = min(len(at) // window_size, num_windows)
+        found[row, :count] = at[: count * window_size].reshape(count, window_size)
+    return found
+
+
+@contextmanager
+def windowquant(
+    model: Any,
+    alpha: float = 2.0,
+    window_size: int = 32,
+    *,
+    importance: Sequence[float] | None = None,
+    method: str = "rtn",
+    granularity: Granularity = "window_channel",
+    **search_options: Any,
+) -> Iterator[list[WindowQuantCache]]:
+    """Let ``model.generate(**inputs)`` inside the block search, plan and hold its cache as WindowQuant does.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A video-language model of a family that `wqlab.hf.adapters` knows. It is left as it was.
+    alpha : float
+        Of Eq. 10 and 11.
+    window_size : int
+        Visual tokens per window.
+    importance : sequence of float, optional
+        s_i per layer. Default: measured on the first prompt, by one pass more, and kept for this model.
+    method, granularity
+        As `WindowQuantCache`.
+    **search_options
+        Of `wqlab.windows.search.search`: ``scorer``, ``normalize``, ``first_window_full``, ``preset``.
+
+    Yields
+    ------
+    list of WindowQuantCache
+        One is added by each ``generate``; ``caches[-1].describe()`` is the one-line report, ``caches[-1].plan`` the plan.
+
+    Raises
+    ------
+    UnsupportedError
+        For a family without an adapter, or a prompt without visual tokens.
+    ParameterError
+        When a video is shorter than a window, a cache is passed to ``generate`` as well, or blocks of one model are nested.
+
+    Examples
+    --------
+    >>> with windowquant(model, alpha=2.0, normalize="rank") as caches:  # doctest: +SKIP
+    ...     model.generate(**inputs, max_new_tokens=8)
+    >>> print(caches[-1].describe())  # doctest: +SKIP
+    """
+    if "generate" in vars(model):
+        raise ParameterError("this model is inside a windowquant block already; leave that block first")
+    adapter, original = for_model(model), model.generate
+    caches: list[WindowQuantCache] = []
+
+    def generate(**inputs: Any) -> Any:
+        cache = WindowQuantCache(method, granularity)
+        argument = cache_argument(model, cache)
+        taken = [name for name in ("past_key_values", "cache") if inputs.get(name) is not None]
+        if taken:
+            raise ParameterError(f"generate was given {taken[0]} inside windowquant, which brings its own; leave it out")
+        visual = adapter.visual_positions(model, inputs)
+        if not bool(visual.any()):
+            raise UnsupportedError("the prompt has no visual tokens, so there are no windows; generate outside the block instead")
+        with torch.no_grad():
+            text, video = adapter.text_embeddings(model, inputs), adapter.visual_embeddings(model, inputs)
+        s = list(importance) if importance is not None else _importance(model, inputs)
+        plan = search(text, video, s, alpha=alpha, window_size=window_size, num_layers=len(decoder_layers(model)), **search_options)
+        cache.follow(plan, visual)
+        caches.append(cache)
+        result = original(**inputs, **argument)
+        _log.info("windowquant: %s", cache.describe())
+        return result
+
+    model.generate = generate
+    try:
+        yield caches
+    finally:
+        del model.generate
+
+
+def _importance(model: nn.Module, inputs: Mapping[str, Any]) -> list[float]:
+    """Return s_i of every layer of a model, measured once (Eq. 9, after the residual add)."""
+    if model not in _CALIBRATED:
+        _log.info("windowquant: measuring the layers' importance on this prompt, once for this model")
+        options = {name: value for name, value in inputs.items() if torch.is_tensor(value)}
+        with torch.no_grad(), capture_importance(model) as meters:
+            model(**options, use_cache=False)
+        _CALIBRATED[model] = [meter.after_residual.value() for meter in meters]
+    return _CALIBRATED[model]
