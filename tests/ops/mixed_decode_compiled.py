@@ -1,7 +1,7 @@
-"""Compiles the kernels of `mixed_decode` for one GPU architecture, without a GPU: ``... 90 "[[64, 1, 4]]" FOLDER``.
+"""Compiles the kernels of `mixed_decode` for one GPU architecture, without a GPU: ``... 90 '[{"head_dim": 64}]' FOLDER``.
 
-Prints one JSON object per [head_dim, q_len, group]: registers, bytes spilled, bytes of shared memory of both kernels.
-A process of its own, because Triton's compiler and its interpreter do not share one.
+Prints one JSON object per case, which is what `build` is asked for: registers, bytes spilled and shared memory of both
+kernels. Segments without tokens are left out. A process of its own, because Triton's compiler and its interpreter do not share one.
 """
 
 import json
@@ -16,7 +16,7 @@ from mixed_decode_cases import build
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from wqlab.ops.mixed_decode import triton_kernel
+from wqlab.ops.mixed_decode import MixedKV, triton_kernel
 
 TYPES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int32: "*i32"}
 TYPES[torch.int64] = "*i64"
@@ -69,16 +69,16 @@ def resources(kernel, architecture, folder):
     return {"registers": int(re.search(r"Used (\d+) registers", said)[1]), "spilled": spilled, "shared": kernel.metadata.shared}
 
 
-def main(architecture, shapes, folder):
-    for head_dim, q_len, group in shapes:
-        query, cache = build(
-            batch=2, kv_heads=2, group=group, q_len=q_len, head_dim=head_dim, dense=32, int4=64, int2=64, tail=q_len + 32
-        )
+def main(architecture, cases, folder):
+    for case in cases:
+        sizes = {"batch": 2, "kv_heads": 2, "dense": 32, "int4": 64, "int2": 64, "tail": 96} | case
+        query, cache = build(**sizes | {"dtype": getattr(torch, case.get("dtype", "float16"))})
+        cache = MixedKV(tuple(s for s in cache.segments if s.tokens), cache.tail)
         partial, combine = Recorder(triton_kernel._partial_kernel), Recorder(triton_kernel._combine_kernel)
         triton_kernel._partial_kernel, triton_kernel._combine_kernel = partial, combine
         triton_kernel.attend(query, cache, 1.0)
         triton_kernel._partial_kernel, triton_kernel._combine_kernel = partial.kernel, combine.kernel
-        found = {"head_dim": head_dim, "q_len": q_len, "group": group, "warps": partial.num_warps}
+        found = {"case": case, "warps": partial.num_warps}
         for name, recorder in (("partial", partial), ("combine", combine)):
             found[name] = resources(compiled(recorder, architecture), architecture, folder)
         print(json.dumps(found), flush=True)

@@ -63,8 +63,9 @@ def test_query_tokens_are_causal_among_themselves(q_len):
     check(*build(q_len=q_len, int2=32, tail=q_len + 9), num_splits=2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("granularity", ["window_channel", "window_head", "window"])
+@pytest.mark.parametrize(
+    ("dtype", "granularity"), [(torch.float32, "window_head"), (torch.float16, "window"), (torch.bfloat16, "window_channel")]
+)
 def test_dtypes_and_granularities(dtype, granularity):
     check(*build(dtype=dtype, granularity=granularity, kv_heads=2, dense=32, int4=32, int2=32, tail=4, q_len=2), num_splits=2)
 
@@ -82,7 +83,7 @@ def test_windows_that_are_smaller_larger_or_no_multiple_of_a_step(window_size):
 
 
 def test_a_row_that_is_shorter_or_padded_gives_what_it_gives_alone():
-    query, cache = build(batch=3, kv_heads=2, group=2, q_len=2, dense=32, int4=96, int2=64, tail=40)
+    query, cache = build(batch=3, group=2, q_len=2, dense=32, int4=96, int2=64, tail=40)
     dense, int4, int2 = cache.segments
     padded = torch.arange(40) >= torch.tensor([0, 11, 38])[:, None]
     ragged = MixedKV(
@@ -163,7 +164,7 @@ def test_keys_and_values_of_different_widths():
 
 
 def test_repeats_are_bit_identical_and_the_order_of_segments_hardly_matters():
-    query, cache = build(kv_heads=2, group=3, dense=32, int4=64, int2=96, tail=7, q_len=3)
+    query, cache = build(group=3, dense=32, int4=64, int2=96, tail=7, q_len=3)
     first, again = (check(query, cache, num_splits=3) for _ in range(2))
     assert torch.equal(first, again)
     check(query, MixedKV(cache.segments[::-1], cache.tail), num_splits=3)
@@ -179,7 +180,7 @@ def test_the_public_function_names_what_the_kernel_cannot_do():
     assert error(result, truth(query, cache)) < LIMITS[query.dtype]
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_shape(data):
     window_size = data.draw(st.sampled_from([8, 16, 32, 33]))

@@ -41,30 +41,43 @@ def test_the_kernel_equals_the_reference_and_float64_on_a_gpu():
     assert " passed" in run("-m", "pytest", "-q", "-p", "no:cacheprovider", "mixed_decode_interpreted.py", TRITON_INTERPRET="0")
 
 
-def compile_for(architecture, shapes, folder):
-    lines = run(
-        "mixed_decode_compiled.py", architecture, json.dumps(shapes), folder, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(folder)
-    )
-    return [json.loads(line) for line in lines.splitlines()]
+def compile_for(architecture, cases, folder):
+    """Return registers, spilled bytes and shared memory per case; `TRITON_CACHE_DIR` is empty, so everything is really compiled."""
+    command = ("mixed_decode_compiled.py", architecture, json.dumps(cases), folder)
+    lines = run(*command, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(folder)).splitlines()
+    assert len(lines) == len(cases)
+    return [json.loads(line) for line in lines]
 
 
-#: [head_dim, q_len, query heads per KV head]
-SHAPES = [[64, 1, 7], [80, 1, 1], [96, 1, 3], [128, 1, 7], [256, 64, 1]]
+#: Every head size, each at another ratio and number of query tokens; every segment costs a second of compiling.
+CASES = [
+    {"head_dim": 64, "group": 7, "dense": 0},
+    {"head_dim": 80, "dense": 0, "dtype": "bfloat16", "granularity": "window_head"},
+    {"head_dim": 96, "group": 3, "dense": 0, "int4": 0, "tail": 1},
+    {"head_dim": 128, "group": 7},
+    {"head_dim": 256, "q_len": 64, "dense": 0, "int2": 0},
+]
+MORE_CASES = [
+    *({"head_dim": head_dim, "group": 7} for head_dim in (64, 80, 96, 128, 256)),
+    {"head_dim": 128, "group": 7, "q_len": 64, "dtype": "bfloat16"},
+    {"head_dim": 64, "group": 16, "q_len": 17, "int4": 48, "int2": 96, "window_size": 48},
+    {"head_dim": 128, "group": 2, "q_len": 64, "dtype": "float32"},
+    {"head_dim": 128, "int4": 128, "int2": 128, "window_size": 128},
+    {"head_dim": 128, "group": 7, "q_len": 64, "int4": 40, "int2": 40, "window_size": 5},
+]
 
 
 def test_every_head_size_compiles_for_sm_90_without_spills(tmp_path):
-    found = compile_for(90, SHAPES, tmp_path)
-    assert [[f["head_dim"], f["q_len"], f["group"]] for f in found] == SHAPES
-    for kernels in found:
+    for found in compile_for(90, CASES, tmp_path):
         for name in ("partial", "combine"):
-            assert kernels[name]["spilled"] == 0, kernels
-            assert 16 <= kernels[name]["registers"] <= 255, kernels
-            assert kernels[name]["shared"] <= 227 * 1024, kernels
+            assert found[name]["spilled"] == 0, found
+            assert 16 <= found[name]["registers"] <= 255, found
+            assert found[name]["shared"] <= 227 * 1024, found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [80, 86, 89])
-def test_other_architectures_compile_too(architecture, tmp_path):
-    for kernels in compile_for(architecture, SHAPES, tmp_path):
-        assert kernels["partial"]["spilled"] == 0, kernels
-        assert kernels["partial"]["shared"] <= 99 * 1024, kernels
+@pytest.mark.parametrize(("architecture", "shared_kib"), [(80, 163), (86, 99), (89, 99), (90, 227)])
+def test_all_kinds_of_cases_compile_for_every_architecture(architecture, shared_kib, tmp_path):
+    for found in compile_for(architecture, CASES + MORE_CASES, tmp_path):
+        assert found["partial"]["spilled"] == 0, found
+        assert found["partial"]["shared"] <= shared_kib * 1024, found

@@ -227,7 +227,7 @@ def attend(query: Tensor, cache: MixedKV, scaling: float, num_splits: int | None
     if not output.numel():
         return output
     pairs, rows = batch * cache.num_kv_heads, num_heads // cache.num_kv_heads * q_len
-    block_m, block_n, num_warps = blocks(cache, rows)
+    block_m, block_n, num_warps = _blocks(query, cache)
     row_tiles = triton.cdiv(rows, block_m)
     total_blocks = sum(triton.cdiv(s.tokens, block_n) for s in cache.all())
     wanted = num_splits or triton.cdiv(_PROGRAMS_PER_SM * _multiprocessors(query.device), pairs * row_tiles)
@@ -245,7 +245,7 @@ def attend(query: Tensor, cache: MixedKV, scaling: float, num_splits: int | None
             tuple((_operands(s), s.tokens) for s in cache.segments),
             None if cache.tail is None else _operands(cache.tail), 0 if cache.tail is None else cache.tail.tokens,
             q_len, blocks_per_split, scaling * _LOG2E,
-            KINDS=tuple(kind(s) for s in cache.all()), HAS_TAIL=cache.tail is not None, KV_HEADS=cache.num_kv_heads,
+            KINDS=tuple(_kind(s) for s in cache.all()), HAS_TAIL=cache.tail is not None, KV_HEADS=cache.num_kv_heads,
             GROUP=num_heads // cache.num_kv_heads, DOT=dot, HEAD_DIM=head_dim, HEAD_PAD=padded,
             BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
         )  # fmt: skip
@@ -255,19 +255,23 @@ def attend(query: Tensor, cache: MixedKV, scaling: float, num_splits: int | None
     return output
 
 
-def blocks(cache: MixedKV, rows: int) -> tuple[int, int, int]:
-    """Return (rows per program, tokens per step, warps) for a cache and the query rows that share one KV head.
+def _blocks(query: Tensor, cache: MixedKV) -> tuple[int, int, int]:
+    """Return (query rows per program, tokens per step, warps).
 
     Tensor cores want 16 rows. A step stays inside one window where the windows allow it, so that metadata is read once per step.
+    The sizes are those that compile without spilling registers; float32, which has no tensor cores, needs the most of them,
+    and with heads past 128 it does spill.
     """
+    rows = query.shape[1] // cache.num_kv_heads * query.shape[2]
+    full, wide = query.dtype == torch.float32, cache.head_dim > 128
+    block_m = min(max(triton.next_power_of_2(rows), 16), 16 if full else 32 if wide else 64)
+    largest = 16 if full else 32 if wide or block_m > 16 else 64
     windows = [side.window_size for s in cache.segments for side in (s.key, s.value) if isinstance(side, PackedTensor)]
-    block_m = min(max(triton.next_power_of_2(rows), 16), 32 if cache.head_dim > 128 else 64)
-    largest = 32 if cache.head_dim > 128 or block_m > 16 else 64
     whole = [size for size in (64, 32, 16) if size <= largest and all(window % size == 0 for window in windows)]
-    return block_m, whole[0] if whole else 32, 8 if block_m * cache.head_dim > 4096 else 4
+    return block_m, whole[0] if whole else min(largest, 32), 8 if full or block_m * cache.head_dim > 4096 else 4
 
 
-def kind(segment: Segment) -> tuple[int, int, float, int, int, float]:
+def _kind(segment: Segment) -> tuple[int, int, float, int, int, float]:
     """Return what a kernel is compiled for: (bits, window size, last finite number) of the key and of the value; 16 bits: dense."""
     return *_side_kind(segment.key), *_side_kind(segment.value)
 
