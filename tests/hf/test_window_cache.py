@@ -74,6 +74,18 @@ def test_each_layer_holds_its_plan_and_the_bytes_it_reports(model, processor):
     assert "bits/element" in cache.describe()
 
 
+def test_a_float32_model_may_hold_what_a_gpu_would(model, processor):
+    inputs = ask(processor, "What is it?")
+    with windowquant(model, normalize="rank", storage_dtype=torch.float16) as caches:
+        model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    report = caches[0].report()
+    assert 16 in report["tokens_per_width"]
+    assert 32 not in report["tokens_per_width"]
+    assert all(t.dtype != torch.float32 for layer in caches[0].layers for t in layer.segments.tensors())
+    with pytest.raises(ParameterError, match="storage_dtype"):
+        WindowQuantCache(storage_dtype=torch.float64)
+
+
 def test_the_block_searches_plans_and_leaves_the_model_as_it_was(model, processor):
     inputs = ask(processor, "Which object is red?")
     before = {name: value.clone() for name, value in model.state_dict().items()}

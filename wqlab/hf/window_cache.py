@@ -64,13 +64,17 @@ class WindowQuantLayer(DynamicLayer):  # type: ignore[misc]
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        # The new tokens come last, and go back as they came; the earlier ones as they are held.
+        past = self.segments.dequantize(key_states.dtype) if len(self.segments) else None
+        stored = self._owner.storage_dtype or key_states.dtype
         try:
-            self.segments.append(key_states, value_states)
-            key, value = self.segments.dequantize(key_states.dtype)
+            self.segments.append(key_states.to(stored), value_states.to(stored))
             self._owner.encode_when_whole(self)
         except (NonFiniteError, UnsupportedError) as error:
             raise type(error)(f"layer {self.layer_idx}: {error}") from error
-        return key, value
+        if past is None:
+            return key_states, value_states
+        return torch.cat([past[0], key_states], dim=2), torch.cat([past[1], value_states], dim=2)
 
     def get_seq_length(self) -> int:
         """Return the tokens held."""
@@ -108,15 +112,27 @@ class WindowQuantCache(Cache):  # type: ignore[misc]
         A registered quantizer.
     granularity : {"window_channel", "window_head", "window"}
         Which elements of a window share scale and minimum.
+    storage_dtype : torch.dtype, optional
+        Of full-precision tokens and metadata. Default: the model's dtype. A model computing in float32 on a CPU holds with
+        ``torch.float16`` what it would hold on a GPU.
+
+    Raises
+    ------
+    ParameterError
+        For another storage dtype.
 
     Notes
     -----
     `follow` gives it the plan; without one it is a full-precision cache. `windowquant` does both for ``generate``.
     """
 
-    def __init__(self, method: str = "rtn", granularity: Granularity = "window_channel") -> None:
+    def __init__(
+        self, method: str = "rtn", granularity: Granularity = "window_channel", storage_dtype: torch.dtype | None = None
+    ) -> None:
+        if storage_dtype is not None and storage_dtype not in quantizers.DTYPES:
+            raise ParameterError(f"storage_dtype = {storage_dtype} is not one of {', '.join(map(str, quantizers.DTYPES))}")
         super().__init__(layers=[])
-        self.method, self.granularity = method, granularity
+        self.method, self.granularity, self.storage_dtype = method, granularity, storage_dtype
         self.quantizers: dict[int, Any] = {}
         self.plan: WindowPlan | None = None
         self._windows: Tensor | None = None
@@ -233,6 +249,7 @@ def windowquant(
     importance: Sequence[float] | None = None,
     method: str = "rtn",
     granularity: Granularity = "window_channel",
+    storage_dtype: torch.dtype | None = None,
     **search_options: Any,
 ) -> Iterator[list[WindowQuantCache]]:
     """Let ``model.generate(**inputs)`` inside the block search, plan and hold its cache as WindowQuant does.
@@ -247,7 +264,7 @@ def windowquant(
         Visual tokens per window.
     importance : sequence of float, optional
         s_i per layer. Default: measured on the first prompt, by one pass more, and kept for this model.
-    method, granularity
+    method, granularity, storage_dtype
         As `WindowQuantCache`.
     **search_options
         Of `wqlab.windows.search.search`: ``scorer``, ``normalize``, ``first_window_full``, ``preset``.
@@ -276,7 +293,7 @@ def windowquant(
     caches: list[WindowQuantCache] = []
 
     def generate(**inputs: Any) -> Any:
-        cache = WindowQuantCache(method, granularity)
+        cache = WindowQuantCache(method, granularity, storage_dtype)
         argument = cache_argument(model, cache)
         taken = [name for name in ("past_key_values", "cache") if inputs.get(name) is not None]
         if taken:
