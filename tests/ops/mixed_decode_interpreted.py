@@ -107,6 +107,19 @@ def test_a_row_that_is_shorter_or_padded_gives_what_it_gives_alone():
     assert torch.equal(again, whole)
 
 
+@pytest.mark.parametrize("window_size", [32, 24])
+def test_windows_that_only_the_mask_leaves_out_may_have_nan_for_metadata(window_size):
+    query, cache = build(batch=2, int4=3 * window_size, tail=1, window_size=window_size)
+    side = cache.segments[1]
+    mask = torch.ones(2, 3 * window_size, dtype=torch.bool)
+    mask[0, window_size : 2 * window_size], mask[1, 2 * window_size :] = False, False
+    masked = MixedKV((Segment(side.key, side.value, mask=mask),), cache.tail)
+    expected = check(query, masked)
+    for tensor in (side.key.scale, side.key.minimum, side.value.scale, side.value.minimum):
+        tensor[0, :, 1], tensor[1, :, 2] = NAN, NAN
+    assert torch.equal(triton_kernel.attend(moved(query, DEVICE), moved(masked, DEVICE), 0.125), expected)
+
+
 def test_lengths_of_the_tail_move_the_causal_edge():
     query, cache = build(batch=2, q_len=3, int4=32, tail=24)
     check(query, MixedKV(cache.segments, Segment(cache.tail.key, cache.tail.value, torch.tensor([24, 7]))))

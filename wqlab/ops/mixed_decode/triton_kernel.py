@@ -120,8 +120,10 @@ def _walk(
             values = _packed_tile(
                 value, batch, head, first, seen, KINDS[INDEX][3], KINDS[INDEX][4], KINDS[INDEX][5], HEAD_DIM, HEAD_PAD, BLOCK_N
             )
-            # Metadata of a window that a row lacks may be NaN, and 0 * NaN is NaN.
-            values = tl.where(seen[:, None], values, 0.0)
+            # A step that `lengths` lets in has a token of its window. One that `mask` empties may have NaN for metadata, and
+            # 0 * NaN is NaN.
+            if mask is not None:
+                values = tl.where(seen[:, None], values, 0.0)
         values = values.to(DOT)
         weighted = weighted * shrink[:, None] + tl.dot(weights.to(DOT), values, input_precision="ieee")
         top = higher
