@@ -31,7 +31,7 @@ class _Packed:
     key, value : PackedTensor
         [batch, heads, tokens, head_dim].
     positions : Tensor
-        int64 [batch, tokens].
+        int32 [batch, tokens].
     """
 
     key: PackedTensor
@@ -52,7 +52,7 @@ class MixedSegments:
     key, value : Tensor or None
         Dense tokens [batch, heads, tokens, head_dim], in the order of their positions, the newest in the last column of every row.
     positions : Tensor or None
-        int64 [batch, tokens] of the dense tokens, `NONE` in front where a row has fewer.
+        int32 [batch, tokens] of the dense tokens, `NONE` in front where a row has fewer.
     packed : dict of int to _Packed
         Bits -> windows.
     seq_len : int
@@ -85,7 +85,7 @@ class MixedSegments:
         """
         if self.key is None or self.value is None or self.positions is None:
             self.key, self.value = key.detach().clone(), value.detach().clone()
-            self.positions = torch.arange(key.shape[2], device=key.device).expand(key.shape[0], -1).clone()
+            self.positions = torch.arange(key.shape[2], device=key.device, dtype=torch.int32).expand(key.shape[0], -1).clone()
             self.seq_len = key.shape[2]
             return
         held = self.key.shape[:2], self.key.shape[3]
@@ -94,7 +94,7 @@ class MixedSegments:
                 f"tokens of [batch, heads, head_dim] = {[*key.shape[:2], key.shape[3]]} cannot be appended to a cache of "
                 f"{[*held[0], held[1]]}; use a new cache, or reset this one"
             )
-        new = torch.arange(self.seq_len, self.seq_len + key.shape[2], device=key.device).expand(key.shape[0], -1)
+        new = torch.arange(self.seq_len, self.seq_len + key.shape[2], device=key.device, dtype=torch.int32).expand(key.shape[0], -1)
         self.key, self.value = (
             torch.cat([self.key, key.to(self.key.dtype)], 2),
             torch.cat([self.value, value.to(self.value.dtype)], 2),
@@ -140,7 +140,7 @@ class MixedSegments:
         for part in packed.values():
             # Before any window is encoded, the dense token at position p lies in column p.
             rows, columns = (part.positions != NONE).nonzero(as_tuple=True)
-            taken[rows, part.positions[rows, columns]] = True
+            taken[rows, part.positions[rows, columns].long()] = True
         self.packed = packed
         self._keep_dense(self.positions.masked_fill(taken, NONE), self.key, self.value)
 
@@ -244,7 +244,7 @@ class MixedSegments:
         order = lacking.long().argsort(dim=1, stable=True)
         windows = windows.gather(1, order[:, :, None].expand_as(windows))
         longest = int((~lacking).sum(1).max())
-        positions = windows[:, :longest].flatten(1).contiguous()
+        positions = windows[:, :longest].flatten(1).to(torch.int32)
         sides = []
         for dense, quantizer in zip((self.key, self.value), pair, strict=True):
             assert dense is not None
@@ -274,21 +274,21 @@ def _gathered(x: Tensor, columns: Tensor) -> Tensor:
 
 def _taken(x: Tensor, positions: Tensor) -> Tensor:
     """Return the tokens at `positions` [batch, n]; zeros where that is `NONE`, which every quantizer can encode."""
-    found = _gathered(x, positions.clamp_min(0))
+    found = _gathered(x, positions.clamp_min(0).long())
     return found.masked_fill((positions == NONE)[:, None, :, None], 0)
 
 
 def _put(target: Tensor, positions: Tensor, x: Tensor) -> None:
     """Write the columns of x [batch, heads, n, head_dim] to their positions in target; columns of `NONE` go nowhere."""
     rows, columns = (positions != NONE).nonzero(as_tuple=True)
-    target[rows, :, positions[rows, columns]] = x[rows, :, columns].to(target.dtype)
+    target[rows, :, positions[rows, columns].long()] = x[rows, :, columns].to(target.dtype)
 
 
 def _seen(positions: Tensor, visible: Tensor | None) -> Tensor | None:
     """Return bool [batch, n]: columns that hold a token which is no padding; None where that is all of them."""
     there = positions != NONE
     if visible is not None:
-        there = there & visible.gather(1, positions.clamp_min(0))
+        there = there & visible.gather(1, positions.clamp_min(0).long())
     return None if bool(there.all()) else there
 
 
