@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wqlab.errors import ParameterError
-from wqlab.hf.adapters import Adapter
+from wqlab.hf.adapters import PlaceholderAdapter, Places
 from wqlab.registry import register
 
 #: "<|im_start|>", "user" and a newline open a turn; a newline closes a video.
@@ -17,17 +16,14 @@ _OPENING, _CLOSING = 3, 1
 
 
 @register("adapter", "pocket_vlm")
-class PocketVLMAdapter(Adapter):
+class PocketVLMAdapter(PlaceholderAdapter):
     """Reads positions off the placeholder token and the chat's two markers."""
 
-    def tokens_per_frame(self, model: Any) -> int:
+    places = (Places("video", "pixel_values_videos"),)
+
+    def tokens_per_frame(self, model: Any, inputs: Mapping[str, Any] | None = None) -> int:
         """Return 64."""
         return int(model.config.num_patches)
-
-    def visual_positions(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """Return where the placeholder token stands, bool [batch, seq]."""
-        positions: Tensor = inputs["input_ids"] == model.config.video_token_id
-        return positions
 
     def question_positions(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
         """Return the words of the last turn of a prompt that ends where the answer begins, bool [batch, seq].
@@ -46,18 +42,7 @@ class PocketVLMAdapter(Adapter):
         positions: Tensor = (at >= torch.maximum(opened, seen)) & (at < end) & read
         return positions
 
-    def visual_embeddings(self, model: Any, inputs: Mapping[str, Any]) -> list[Tensor]:
-        """Return the projector's output for each row, [num_visual, hidden].
-
-        Raises
-        ------
-        ParameterError
-            When the videos do not have as many tokens as the prompt has places.
-        """
-        counts = self.visual_positions(model, inputs).sum(1).tolist()
-        pixels = inputs.get("pixel_values_videos")
-        none = model.get_input_embeddings()(inputs["input_ids"][0, :0])
-        found = none if pixels is None else model.get_video_features(pixels).flatten(0, 1)
-        if sum(counts) != len(found):
-            raise ParameterError(f"the prompt has {sum(counts)} places for visual tokens and the videos have {len(found)}")
-        return list(torch.split(found, counts))
+    def features(self, model: Any, inputs: Mapping[str, Any], place: Places) -> Tensor:
+        """Return the projector's output, [videos, num_visual, hidden]."""
+        features: Tensor = model.get_video_features(inputs[place.pixels])
+        return features
