@@ -166,6 +166,15 @@ def embedded(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     return only
 
 
+def agrees(model: Any, inputs: dict[str, Any]) -> None:
+    """The adapter's embeddings are those that the language model is given."""
+    adapter, given = for_model(model), embedded(model, inputs)
+    with torch.no_grad():
+        found = adapter.visual_embeddings(model, inputs)
+    for row, at in enumerate(adapter.visual_positions(model, inputs)):
+        assert torch.equal(found[row], given[row][at])
+
+
 def test_visual_positions_are_the_placeholders(case: Case) -> None:
     positions = for_model(case.model).visual_positions(case.model, case.inputs)
     assert positions.dtype == torch.bool
@@ -175,15 +184,12 @@ def test_visual_positions_are_the_placeholders(case: Case) -> None:
 
 
 def test_visual_embeddings_are_what_the_language_model_is_given(case: Case) -> None:
-    adapter = for_model(case.model)
+    agrees(case.model, case.inputs)
     with torch.no_grad():
-        found = adapter.visual_embeddings(case.model, case.inputs)
+        found = for_model(case.model).visual_embeddings(case.model, case.inputs)
         of_the_base = for_model(case.model.model).visual_embeddings(case.model.model, case.inputs)
-    given = embedded(case.model, case.inputs)
-    for row, at in enumerate(adapter.visual_positions(case.model, case.inputs)):
-        assert torch.isfinite(found[row]).all()
-        assert torch.equal(found[row], given[row][at])
-        assert torch.equal(of_the_base[row], found[row])
+    assert all(torch.isfinite(row).all() for row in found)
+    assert all(torch.equal(*pair) for pair in zip(found, of_the_base, strict=True))
 
 
 def test_question_and_its_embeddings(case: Case) -> None:
@@ -248,9 +254,54 @@ def test_half_precision(case: Case) -> None:
     """Embeddings come in the dtype of the language model."""
     model = case.model.__class__(case.model.config).to(torch.bfloat16).eval()
     inputs = {key: value.bfloat16() if value.is_floating_point() else value for key, value in case.inputs.items()}
-    given, adapter = embedded(model, inputs), for_model(model)
+    agrees(model, inputs)
     with torch.no_grad():
-        found = adapter.visual_embeddings(model, inputs)
-    for row, at in enumerate(adapter.visual_positions(model, inputs)):
-        assert found[row].dtype == torch.bfloat16
-        assert torch.equal(found[row], given[row][at])
+        assert {row.dtype for row in for_model(model).visual_embeddings(model, inputs)} == {torch.bfloat16}
+
+
+def test_llava_next_images_of_different_sizes() -> None:
+    made = llava_next()
+    wide, tall = 16 + 4 * (8 + 1), 16 + 8 * (4 + 1)
+    inputs = prompts([1, *[IMAGE] * wide, 7], [1, *[IMAGE] * tall, 8, 9])
+    inputs |= {"pixel_values": torch.randn(2, 3, 3, 28, 28), "image_sizes": torch.tensor([[28, 56], [56, 28]])}
+    agrees(made.model.eval(), inputs)
+    assert for_model(made.model).tokens_per_frame(made.model, inputs) is None
+
+
+def test_llava_onevision_frames_as_images() -> None:
+    """Several images in one prompt are not tiled: 16 tokens and a newline each."""
+    made = llava_onevision()
+    inputs = prompts([1, *[IMAGE] * 17, 6, *[IMAGE] * 17, 7])
+    inputs |= {"pixel_values": torch.randn(2, 1, 3, 28, 28), "image_sizes": torch.tensor([[28, 28]] * 2)}
+    agrees(made.model.eval(), {**inputs, "batch_num_images": torch.tensor([2])})
+
+
+def test_llava_with_the_class_token_and_with_an_encoder_of_any_size() -> None:
+    config = transformers.LlavaConfig(
+        vision_config=CLIP, text_config=text("llama"), image_token_index=IMAGE, vision_feature_select_strategy="full"
+    )
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    adapter = for_model(model)
+    assert adapter.tokens_per_frame(model) == 17
+    agrees(model, {**prompts([1, *[IMAGE] * 17, 7]), "pixel_values": torch.randn(1, 3, 28, 28)})
+    pixtral = {
+        "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 28, "patch_size": 7, "head_dim": 16,
+    }  # fmt: skip
+    config = transformers.LlavaConfig(
+        vision_config=pixtral, text_config=text("llama"), image_token_index=IMAGE, vision_feature_select_strategy="full",
+        vision_feature_layer=-1,
+    )  # fmt: skip
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    assert adapter.tokens_per_frame(model) is None
+    inputs = prompts([1, *[IMAGE] * 16, 7], [1, *[IMAGE] * 8, 7])
+    agrees(model, {**inputs, "pixel_values": torch.randn(2, 3, 28, 28), "image_sizes": torch.tensor([[28, 28], [14, 28]])})
+
+
+def test_qwen_images_without_a_video() -> None:
+    made = qwen2_vl()
+    inputs = prompts([1, START, *[IMAGE] * 6, END, 8])
+    inputs |= {"pixel_values": torch.randn(24, 3 * 2 * 7 * 7), "image_grid_thw": torch.tensor([[1, 4, 6]])}
+    inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE).int()
+    agrees(made.model.eval(), inputs)
+    assert for_model(made.model).tokens_per_frame(made.model, inputs) == 6
