@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from wqlab.errors import ParameterError, UnsupportedError
-from wqlab.hf import QuantizedKVCache, cache_argument
+from wqlab.hf import QuantizedKVCache, cache_argument, windowquant
 from wqlab.hf.adapters import PlaceholderAdapter, for_model
 
 IMAGE, VIDEO, START, END = 290, 291, 292, 293
@@ -305,3 +305,21 @@ def test_qwen_images_without_a_video() -> None:
     inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE).int()
     agrees(made.model.eval(), inputs)
     assert for_model(made.model).tokens_per_frame(made.model, inputs) == 6
+
+
+def test_windowquant_on_every_family(case: Case) -> None:
+    options = {**case.inputs, "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    with windowquant(case.model, window_size=4, normalize="rank", alpha=8.0) as caches:
+        tokens = case.model.generate(**options)
+    assert tokens.shape == case.model.generate(**options).shape
+    cache = caches[0]
+    assert cache.plan is not None
+    assert cache.plan.windows_per_row == tuple(count // 4 for count in case.visual)
+    encoded = 0
+    for layer, widths in zip(cache.layers, cache.plan.bit_widths, strict=True):
+        for bits in (4, 2):
+            windows = [w for w, width in enumerate(widths) if width == bits]
+            wanted = sum(2 * 4 for count in case.visual for w in windows if w < count // 4)
+            assert layer.segments.tokens_per_width().get(bits, 0) == wanted
+            encoded += wanted
+    assert encoded
