@@ -263,6 +263,7 @@ def _blocks(query: Tensor, cache: MixedKV) -> tuple[int, int, int]:
     Tensor cores want 16 rows. A step stays inside one window where the windows allow it, so that metadata is read once per step.
     The sizes are those that compile without spilling registers; float32, which has no tensor cores, needs the most of them,
     and with heads past 128 it does spill.
+    Odd windows take short steps: their metadata, a row per token, waits in shared memory, of which small GPUs have 99 KiB.
     """
     rows = query.shape[1] // cache.num_kv_heads * query.shape[2]
     full, wide = query.dtype == torch.float32, cache.head_dim > 128
@@ -270,7 +271,7 @@ def _blocks(query: Tensor, cache: MixedKV) -> tuple[int, int, int]:
     largest = 16 if full else 32 if wide or block_m > 16 else 64
     windows = [side.window_size for s in cache.segments for side in (s.key, s.value) if isinstance(side, PackedTensor)]
     whole = [size for size in (64, 32, 16) if size <= largest and all(window % size == 0 for window in windows)]
-    return block_m, whole[0] if whole else min(largest, 32), 8 if full or block_m * cache.head_dim > 4096 else 4
+    return block_m, whole[0] if whole else 16, 8 if full or block_m * cache.head_dim > 4096 else 4
 
 
 def _kind(segment: Segment) -> tuple[int, int, float, int, int, float]:
