@@ -32,8 +32,8 @@ class Recorder:
     def __getitem__(self, grid):
         return self.launch
 
-    def launch(self, *args, num_warps, **constants):
-        self.args, self.constants, self.num_warps = args, constants, num_warps
+    def launch(self, *args, num_warps, num_stages=3, **constants):
+        self.args, self.constants, self.num_warps, self.num_stages = args, constants, num_warps, num_stages
 
 
 def describe(value, path, constants, attributes):
@@ -56,7 +56,11 @@ def compiled(recorder, architecture):
     for name, value in recorder.constants.items():
         signature[name], constants[(names.index(name),)] = "constexpr", value
     source = ASTSource(recorder.kernel, signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": recorder.num_warps})
+    return triton.compile(
+        source,
+        target=GPUTarget("cuda", architecture, 32),
+        options={"num_warps": recorder.num_warps, "num_stages": recorder.num_stages},
+    )
 
 
 def resources(kernel, architecture, folder):

@@ -64,6 +64,7 @@ MORE_CASES = [
     {"head_dim": 128, "group": 2, "q_len": 64, "dtype": "float32"},
     {"head_dim": 128, "int4": 128, "int2": 128, "window_size": 128},
     {"head_dim": 128, "group": 7, "q_len": 64, "int4": 40, "int2": 40, "window_size": 5},
+    {"head_dim": 256, "q_len": 64, "int4": 40, "int2": 40, "window_size": 5},
 ]
 
 

@@ -229,7 +229,7 @@ def attend(query: Tensor, cache: MixedKV, scaling: float, num_splits: int | None
     if not output.numel():
         return output
     pairs, rows = batch * cache.num_kv_heads, num_heads // cache.num_kv_heads * q_len
-    block_m, block_n, num_warps = _blocks(query, cache)
+    block_m, block_n, num_warps, num_stages = _blocks(query, cache)
     row_tiles = triton.cdiv(rows, block_m)
     total_blocks = sum(triton.cdiv(s.tokens, block_n) for s in cache.all())
     wanted = num_splits or triton.cdiv(_PROGRAMS_PER_SM * _multiprocessors(query.device), pairs * row_tiles)
@@ -249,7 +249,7 @@ def attend(query: Tensor, cache: MixedKV, scaling: float, num_splits: int | None
             q_len, blocks_per_split, scaling * _LOG2E,
             KINDS=tuple(_kind(s) for s in cache.all()), HAS_TAIL=cache.tail is not None, KV_HEADS=cache.num_kv_heads,
             GROUP=num_heads // cache.num_kv_heads, DOT=dot, HEAD_DIM=head_dim, HEAD_PAD=padded,
-            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
+            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
         _combine_kernel[(pairs, rows)](
             tops, totals, weighteds, output, splits, HEAD_DIM=head_dim, HEAD_PAD=padded, STEP=16, num_warps=4
@@ -257,13 +257,14 @@ def attend(query: Tensor, cache: MixedKV, scaling: float, num_splits: int | None
     return output
 
 
-def _blocks(query: Tensor, cache: MixedKV) -> tuple[int, int, int]:
-    """Return (query rows per program, tokens per step, warps).
+def _blocks(query: Tensor, cache: MixedKV) -> tuple[int, int, int, int]:
+    """Return (query rows per program, tokens per step, warps, steps in flight).
 
     Tensor cores want 16 rows. A step stays inside one window where the windows allow it, so that metadata is read once per step.
     The sizes are those that compile without spilling registers; float32, which has no tensor cores, needs the most of them,
     and with heads past 128 it does spill.
-    Odd windows take short steps: their metadata, a row per token, waits in shared memory, of which small GPUs have 99 KiB.
+    Odd windows take short steps, two at a time: their metadata, a row per token, waits in shared memory, and small GPUs have
+    99 KiB of it.
     """
     rows = query.shape[1] // cache.num_kv_heads * query.shape[2]
     full, wide = query.dtype == torch.float32, cache.head_dim > 128
@@ -271,7 +272,8 @@ def _blocks(query: Tensor, cache: MixedKV) -> tuple[int, int, int]:
     largest = 16 if full else 32 if wide or block_m > 16 else 64
     windows = [side.window_size for s in cache.segments for side in (s.key, s.value) if isinstance(side, PackedTensor)]
     whole = [size for size in (64, 32, 16) if size <= largest and all(window % size == 0 for window in windows)]
-    return block_m, whole[0] if whole else 16, 8 if full or block_m * cache.head_dim > 4096 else 4
+    num_warps = 8 if full or block_m * cache.head_dim > 4096 else 4
+    return (block_m, whole[0], num_warps, 3) if whole else (block_m, 16, num_warps, 2)
 
 
 def _kind(segment: Segment) -> tuple[int, int, float, int, int, float]:
