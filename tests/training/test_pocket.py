@@ -85,7 +85,7 @@ def test_two_processes_learn_what_one_would_from_both_batches(tmp_path):
     """Under torchrun: the mean of both gradients, the same weights in both, and a stop of one stops both."""
     script = tmp_path / "both.py"
     script.write_text(
-        "import torch, sys\n"
+        "import pathlib, sys, torch\n"
         "from wqlab.training import ranks\n"
         "me = ranks.here()\n"
         "with ranks.joined(me, torch.device('cpu')):\n"
@@ -94,12 +94,12 @@ def test_two_processes_learn_what_one_would_from_both_batches(tmp_path):
         "    ranks.average_gradients([p, q])\n"
         "    assert p.grad.tolist() == [1.5] * 3 and q.grad.tolist() == [[15.0] * 2] * 2, (p.grad, q.grad)\n"
         "    assert ranks.any_of(me.rank == 1, torch.device('cpu')) and not ranks.any_of(False, torch.device('cpu'))\n"
-        "print('agreed', me.rank)\n"
+        "pathlib.Path(sys.argv[1], f'agreed-{me.rank}').touch()\n"
     )
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), str(tmp_path)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert sorted(line for line in done.stdout.splitlines() if line.startswith("agreed")) == ["agreed 0", "agreed 1"]
+    assert sorted(path.name for path in tmp_path.glob("agreed-*")) == ["agreed-0", "agreed-1"]
 
 
 def test_alone_nothing_is_averaged():
