@@ -11,7 +11,7 @@ from wqlab.registry import register
 if TYPE_CHECKING:
     import pandas as pd
 
-#: A stream that nothing was tuned on.
+#: A stream that the recorded weights were not tuned on. Its answers chose `curriculum.TASK_WEIGHTS`: the next weights need another.
 SEED = 1000
 
 
@@ -44,7 +44,9 @@ class PocketBenchBench(Bench):
     """Writes the answers that `pocketbench_card` and the ledger read."""
 
     name = "pocketbench"
-    description = "the pocket VLM's answers to PocketBench, full precision and round to nearest (10 min on a GPU, hours without)"
+    description = (
+        "the pocket VLM's answers to PocketBench, full precision and round to nearest (2 min on an H200, hours without a GPU)"
+    )
     columns = {  # noqa: RUF012
         "setting": "method, bits, granularity and window size; fp16 is full precision",
         "method": "quantizer, or fp16",

@@ -190,6 +190,17 @@ class LayerSegments:
         self.key.select_rows(choose)
         self.value.select_rows(choose)
 
+    def tokens_per_width(self) -> dict[int, int]:
+        """Return bits -> tokens held at that width, K and V together."""
+        widths = dict(self.key.tokens_per_width)
+        for bits, tokens in self.value.tokens_per_width.items():
+            widths[bits] = widths.get(bits, 0) + tokens
+        return widths
+
+    def numel(self) -> int:
+        """Return the number of elements represented, K and V."""
+        return self.key.numel() + self.value.numel()
+
     def nbytes(self) -> int:
         """Return the bytes held for both."""
         return self.key.nbytes() + self.value.nbytes()

@@ -22,22 +22,22 @@ from wqlab.errors import NonFiniteError, ParameterError, UnsupportedError
 from wqlab.types import Granularity
 
 
-class QuantizedKVLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer of `QuantizedKVCache`.
+class SegmentsLayer(DynamicLayer):  # type: ignore[misc]
+    """One layer of a cache that holds its tokens in segments, packed or not.
 
     Parameters
     ----------
     layer_idx : int
         For error messages.
     new_segments : callable
-        Returns empty segments.
+        Returns empty segments, with ``crop``, ``select_rows`` and ``len``.
     """
 
     is_compileable = False
     # A window that was encoded and cut again has lost its exact values, so a rollback does leave a trace; `crop` itself works.
     is_croppable = False
 
-    def __init__(self, layer_idx: int, new_segments: Callable[[], LayerSegments]) -> None:
+    def __init__(self, layer_idx: int, new_segments: Callable[[], Any]) -> None:
         super().__init__()
         self.layer_idx = layer_idx
         self._new_segments = new_segments
@@ -46,23 +46,6 @@ class QuantizedKVLayer(DynamicLayer):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note device and dtype of the first tokens."""
         self.device, self.dtype, self.is_initialized = key_states.device, key_states.dtype, True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append K and V [batch, kv_heads, new, head_dim]; return all tokens' K and V in the model's dtype, in original order.
-
-        Raises
-        ------
-        NonFiniteError, UnsupportedError
-            Naming the layer; the cache is as before.
-        """
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        past = self.segments.key.parts(key_states.dtype), self.segments.value.parts(value_states.dtype)
-        try:
-            self.segments.append(key_states, value_states)
-        except (NonFiniteError, UnsupportedError) as error:
-            raise type(error)(f"layer {self.layer_idx}: {error}") from error
-        return torch.cat([*past[0], key_states], dim=2), torch.cat([*past[1], value_states], dim=2)
 
     def get_seq_length(self) -> int:
         """Return the tokens held."""
@@ -95,7 +78,70 @@ class QuantizedKVLayer(DynamicLayer):  # type: ignore[misc]
         self.segments.select_rows(lambda t: t.repeat_interleave(repeats, dim=0))
 
 
-class QuantizedKVCache(Cache):  # type: ignore[misc]
+class SegmentsCache(Cache):  # type: ignore[misc]
+    """A cache of `SegmentsLayer`s, which can say what it holds."""
+
+    def nbytes(self) -> int:
+        """Return the bytes held by all layers."""
+        return sum(layer.segments.nbytes() for layer in self.layers)
+
+    def report(self) -> dict[str, Any]:
+        """Return what is held.
+
+        Returns
+        -------
+        dict
+            ``tokens`` per layer; ``tokens_per_width`` (bits -> tokens, summed over K and V of all layers); ``bytes_held``;
+            ``bytes_fp16``, what the same elements take in FP16; ``bits_per_element``, metadata and padding included (0.0
+            for an empty cache).
+        """
+        widths: dict[int, int] = {}
+        elements = 0
+        for layer in self.layers:
+            elements += layer.segments.numel()
+            for bits, tokens in layer.segments.tokens_per_width().items():
+                widths[bits] = widths.get(bits, 0) + tokens
+        held = self.nbytes()
+        return {
+            "tokens": self.get_seq_length(),
+            "tokens_per_width": dict(sorted(widths.items())),
+            "bytes_held": held,
+            "bytes_fp16": 2 * elements,
+            "bits_per_element": 8 * held / elements if elements else 0.0,
+        }
+
+    def describe(self) -> str:
+        """Return the report as one line."""
+        r = self.report()
+        total = sum(r["tokens_per_width"].values()) or 1
+        mix = ", ".join(f"{tokens / total:.0%} at {bits} bits" for bits, tokens in r["tokens_per_width"].items())
+        saved = f"{r['bytes_fp16'] / r['bytes_held']:.2f}x smaller than FP16" if r["bytes_held"] else "empty"
+        size = f"{r['bytes_held']:,} bytes, {r['bits_per_element']:.2f} bits/element"
+        return f"{r['tokens']} tokens ({mix or 'none'}): {size}, {saved}"
+
+
+class QuantizedKVLayer(SegmentsLayer):
+    """One layer of `QuantizedKVCache`."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append K and V [batch, kv_heads, new, head_dim]; return all tokens' K and V in the model's dtype, in original order.
+
+        Raises
+        ------
+        NonFiniteError, UnsupportedError
+            Naming the layer; the cache is as before.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        past = self.segments.key.parts(key_states.dtype), self.segments.value.parts(value_states.dtype)
+        try:
+            self.segments.append(key_states, value_states)
+        except (NonFiniteError, UnsupportedError) as error:
+            raise type(error)(f"layer {self.layer_idx}: {error}") from error
+        return torch.cat([*past[0], key_states], dim=2), torch.cat([*past[1], value_states], dim=2)
+
+
+class QuantizedKVCache(SegmentsCache):
     """A cache for ``model.generate`` whose old tokens are encoded by one method at one width.
 
     Parameters
@@ -161,45 +207,6 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
             self.layers.append(QuantizedKVLayer(len(self.layers), self._new_segments))
         result: tuple[Tensor, Tensor] = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         return result
-
-    def nbytes(self) -> int:
-        """Return the bytes held by all layers."""
-        return sum(layer.segments.nbytes() for layer in self.layers)
-
-    def report(self) -> dict[str, Any]:
-        """Return what is held.
-
-        Returns
-        -------
-        dict
-            ``tokens`` per layer; ``tokens_per_width`` (bits -> tokens, summed over K and V of all layers); ``bytes_held``;
-            ``bytes_fp16``, what the same elements take in FP16; ``bits_per_element``, metadata and padding included (0.0
-            for an empty cache).
-        """
-        widths: dict[int, int] = {}
-        elements = 0
-        for layer in self.layers:
-            for part in (layer.segments.key, layer.segments.value):
-                elements += part.numel()
-                for bits, tokens in part.tokens_per_width.items():
-                    widths[bits] = widths.get(bits, 0) + tokens
-        held = self.nbytes()
-        return {
-            "tokens": self.get_seq_length(),
-            "tokens_per_width": dict(sorted(widths.items())),
-            "bytes_held": held,
-            "bytes_fp16": 2 * elements,
-            "bits_per_element": 8 * held / elements if elements else 0.0,
-        }
-
-    def describe(self) -> str:
-        """Return the report as one line."""
-        r = self.report()
-        total = sum(r["tokens_per_width"].values()) or 1
-        mix = ", ".join(f"{tokens / total:.0%} at {bits} bits" for bits, tokens in r["tokens_per_width"].items())
-        saved = f"{r['bytes_fp16'] / r['bytes_held']:.2f}x smaller than FP16" if r["bytes_held"] else "empty"
-        size = f"{r['bytes_held']:,} bytes, {r['bits_per_element']:.2f} bits/element"
-        return f"{r['tokens']} tokens ({mix or 'none'}): {size}, {saved}"
 
 
 def cache_argument(model: Any, cache: Any) -> dict[str, Any]:

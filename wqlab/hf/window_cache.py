@@ -10,13 +10,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicLayer
 
 from wqlab import quantizers
 from wqlab.cache.mixed import NONE, MixedSegments
 from wqlab.errors import NonFiniteError, ParameterError, UnsupportedError
 from wqlab.hf.adapters import for_model
-from wqlab.hf.cache import cache_argument
+from wqlab.hf.cache import SegmentsCache, SegmentsLayer, cache_argument
 from wqlab.hf.capture import capture_importance, decoder_layers
 from wqlab.types import Granularity, WindowPlan
 from wqlab.windows.plan import on_host
@@ -27,7 +26,7 @@ _log = logging.getLogger(__name__)
 _CALIBRATED: WeakKeyDictionary[nn.Module, list[float]] = WeakKeyDictionary()
 
 
-class WindowQuantLayer(DynamicLayer):  # type: ignore[misc]
+class WindowQuantLayer(SegmentsLayer):
     """One layer of `WindowQuantCache`.
 
     Parameters
@@ -38,18 +37,9 @@ class WindowQuantLayer(DynamicLayer):  # type: ignore[misc]
         Which layer of the plan this is.
     """
 
-    is_compileable = False
-    is_croppable = False  # a window that is cut has lost its exact values; `crop` itself works
-
     def __init__(self, cache: WindowQuantCache, layer_idx: int) -> None:
-        super().__init__()
-        self.layer_idx = layer_idx
+        super().__init__(layer_idx, lambda: MixedSegments(cache.quantizers))
         self._owner = cache
-        self.segments = MixedSegments(cache.quantizers)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Note device and dtype of the first tokens."""
-        self.device, self.dtype, self.is_initialized = key_states.device, key_states.dtype, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append K and V [batch, kv_heads, new, head_dim] and return all tokens' K and V in their original order.
@@ -76,34 +66,8 @@ class WindowQuantLayer(DynamicLayer):  # type: ignore[misc]
             return key_states, value_states
         return torch.cat([past[0], key_states], dim=2), torch.cat([past[1], value_states], dim=2)
 
-    def get_seq_length(self) -> int:
-        """Return the tokens held."""
-        return len(self.segments)
 
-    def reset(self) -> None:
-        """Forget everything."""
-        self.segments = MixedSegments(self._owner.quantizers)
-        self.is_initialized = False
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens; a positive number is the length to keep (transformers before 5.24)."""
-        keep = tokens_to_remove if tokens_to_remove > 0 else len(self.segments) + tokens_to_remove
-        self.segments.crop(max(keep, 0))
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Pick the batch rows `beam_idx`."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the batch rows `indices`."""
-        self.segments.select_rows(lambda t: t[indices.to(t.device)])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each batch row `repeats` times."""
-        self.segments.select_rows(lambda t: t.repeat_interleave(repeats, dim=0))
-
-
-class WindowQuantCache(Cache):  # type: ignore[misc]
+class WindowQuantCache(SegmentsCache):
     """A cache whose visual windows lie at the widths of a plan; text and generated tokens stay in full precision.
 
     Parameters
@@ -185,41 +149,6 @@ class WindowQuantCache(Cache):  # type: ignore[misc]
             windows, rows = self._windows.to(layer.device), segments.batch
             # Beam search repeats the rows of a prompt before the first pass.
             segments.encode(windows.repeat_interleave(rows // len(windows), 0), widths)
-
-    def nbytes(self) -> int:
-        """Return the bytes held by all layers, metadata and positions included."""
-        return sum(layer.segments.nbytes() for layer in self.layers)
-
-    def report(self) -> dict[str, Any]:
-        """Return what is held.
-
-        Returns
-        -------
-        dict
-            ``tokens`` per row and layer; ``tokens_per_width`` (bits -> tokens, summed over K and V, rows and layers);
-            ``bytes_held``; ``bytes_fp16``, what the same elements take in FP16; ``bits_per_element``, everything included
-            (0.0 for an empty cache).
-        """
-        widths: dict[int, int] = {}
-        for layer in self.layers:
-            for bits, tokens in layer.segments.tokens_per_width().items():
-                widths[bits] = widths.get(bits, 0) + tokens
-        elements, held = sum(layer.segments.numel() for layer in self.layers), self.nbytes()
-        return {
-            "tokens": self.get_seq_length(),
-            "tokens_per_width": dict(sorted(widths.items())),
-            "bytes_held": held,
-            "bytes_fp16": 2 * elements,
-            "bits_per_element": 8 * held / elements if elements else 0.0,
-        }
-
-    def describe(self) -> str:
-        """Return the report as one line."""
-        r = self.report()
-        total = sum(r["tokens_per_width"].values()) or 1
-        mix = ", ".join(f"{tokens / total:.0%} at {bits} bits" for bits, tokens in r["tokens_per_width"].items())
-        saved = f"{r['bytes_fp16'] - r['bytes_held']:,} of {r['bytes_fp16']:,} bytes saved"
-        return f"{r['tokens']} tokens ({mix or 'none'}): {r['bits_per_element']:.2f} bits/element, {saved} against FP16"
 
 
 def window_positions(visual: Tensor, window_size: int, num_windows: int) -> Tensor:

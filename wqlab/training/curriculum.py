@@ -54,7 +54,8 @@ PHASES: tuple[tuple[float, dict[Step, float]], ...] = (
         },
     ),
 )  # fmt: skip
-#: How often a task is drawn, where not 1: those that were learned last, on development seeds.
+#: How often a task is drawn, where not 1: those that were learned last. Chosen after the answers recorded with seed 1000 were seen,
+#: so weights that are trained with them have to be reported on another seed.
 TASK_WEIGHTS = {
     "action_sequence": 3.0, "character_order": 3.0, "scene_transition": 2.0, "moving_direction": 1.5, "moving_count": 1.5,
     "unexpected_action": 1.5,

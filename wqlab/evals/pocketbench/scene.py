@@ -120,7 +120,7 @@ class Item:
     scene : Scene
         What `draw` draws.
     questions : tuple of Question
-        The first is the benchmark's; the second is asked first in the protocol `multi_turn`'s other turn.
+        The first is the one that is scored; `multi_turn` asks and answers the second before it.
     """
 
     split: str
