@@ -11,8 +11,8 @@ from wqlab.registry import register
 if TYPE_CHECKING:
     import pandas as pd
 
-#: A stream that the recorded weights were not tuned on. Its answers chose `curriculum.TASK_WEIGHTS`: the next weights need another.
-SEED = 1000
+#: A stream that nothing was tuned on. The answers to stream 1000 chose `curriculum.TASK_WEIGHTS`, so it reports no more.
+SEED = 1001
 
 
 class Run(NamedTuple):
