@@ -15,8 +15,8 @@ from wqlab.training.pocket import LOG
 _LOG_PROBS = [f"log_prob_{i}" for i in range(4)]
 _TEXT = """# pocket VLM
 
-A video-language model small enough to train in half an hour and to run on a laptop: what wqlab uses where a figure needs a real
-one.
+A video-language model small enough to train in {minutes:.0f} minutes and to run on a laptop: what wqlab uses where a figure needs
+a real one.
 This file is written by `python -m wqlab.training.card` from the files beside it and from `data/recorded/{gpu}/pocketbench.csv`.
 
 - **Parts:** EfficientNet-Lite0 (frozen; 64 tokens per frame at 256 px from its maps of stride 8, 16 and 32), a two-layer projector
@@ -33,7 +33,7 @@ This file is written by `python -m wqlab.training.card` from the files beside it
 | run | steps | tokens per step | seed | share of the curriculum | minutes | hardware | date |
 | --- | --- | --- | --- | --- | --- | --- | --- |
 {runs}
-
+{remarks}
 AdamW; learning rates {projector_rate:g} (projector) and {lora_rate:g} (LoRA), warm-up, then a cosine over the last 40 % of the
 curriculum; loss on the tokens of answers and descriptions. A run that begins late in the curriculum starts from the weights of the
 one before. The curve is in `{log}` and drawn in `figures/pocketbench_card.png`; per kind of step, token accuracy over its first and
@@ -95,6 +95,8 @@ def render() -> str:
         sha256=meta["sha256"],
         generator=record.data["generator"].iloc[0].split()[0],
         runs="\n".join(_runs(meta)),
+        remarks="\n".join(f"\n{remark}\n" for remark in meta.get("remarks", [])),
+        minutes=sum(run["seconds"] for run in _chain(meta)) / 60,
         projector_rate=meta["settings"]["projector_rate"],
         lora_rate=meta["settings"]["lora_rate"],
         log=LOG,
@@ -117,20 +119,26 @@ def render() -> str:
     )
 
 
-def _runs(meta: dict[str, Any]) -> list[str]:
-    """Return a table row per run, the first one first."""
+def _chain(meta: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the runs that led to these weights, the first one first."""
     chain = [meta]
     while chain[-1].get("started_from"):
         chain.append(chain[-1]["started_from"])
+    return chain[::-1]
+
+
+def _runs(meta: dict[str, Any]) -> list[str]:
+    """Return a table row per run, the first one first."""
     rows = []
-    for number, run in enumerate(reversed(chain), 1):
+    for number, run in enumerate(_chain(meta), 1):
         settings, hardware = run["settings"], run["provenance"]["hardware"]
         begin = settings.get("begin", 0.0)
         end = begin + (1 - begin) * run["step"] / settings["steps"]
         tokens = settings["tokens_per_step"] * settings.get("processes", 1)
+        devices = " + ".join(hardware["gpus"]) or hardware["cpu"]
         rows.append(
             f"| {number} | {run['step']:,} of {settings['steps']:,} | {tokens:,} | {settings['seed']} | "
-            f"{begin:.0%} to {end:.0%} | {run['seconds'] / 60:.1f} | {(hardware['gpus'] or [hardware['cpu']])[0]} | "
+            f"{begin:.0%} to {end:.0%} | {run['seconds'] / 60:.1f} | {devices} | "
             f"{run['provenance']['date'][:10]} |"
         )
     return rows
