@@ -8,10 +8,17 @@ from transformers import LlamaConfig
 
 from wqlab import models
 from wqlab.evals import pocketbench
-from wqlab.experiments import attention_sinks, layer_similarity
+from wqlab.experiments import attention_sinks, layer_similarity, similarity_heatmap, video_windows
 from wqlab.models.pocket.configuration import PocketVLMConfig
 from wqlab.models.pocket.modeling import PocketVLMForConditionalGeneration
 from wqlab.types import Input
+
+
+def forget():
+    """Empty what the experiments keep of a model."""
+    kept = [attention_sinks._watch, layer_similarity._watch, similarity_heatmap._statistics]
+    for function in [*kept, video_windows.vlm, video_windows.embed, video_windows._read, video_windows.watch]:
+        function.cache_clear()
 
 
 def tokenizer(text, add_special_tokens=True):
@@ -46,8 +53,6 @@ def tiny_vlm(monkeypatch):
         return loaded
 
     monkeypatch.setattr(models, "load", load)
-    for room in (attention_sinks, layer_similarity):
-        room._watch.cache_clear()
+    forget()
     yield loaded
-    for room in (attention_sinks, layer_similarity):
-        room._watch.cache_clear()
+    forget()
