@@ -155,7 +155,7 @@ def _statistics(split: str, seed: int, num_frames: int, num_videos: int, windows
     return Statistics(pd.DataFrame(rows), pd.DataFrame(shares))
 
 
-def _summary(found: Statistics, clip: dict[str, float], resamples: int) -> pd.DataFrame:
+def _summary(found: Statistics, resamples: int) -> pd.DataFrame:
     """Return mean and interval of AUC and shares; videos are resampled, because questions about one are not independent."""
     import pandas as pd
 
@@ -165,10 +165,8 @@ def _summary(found: Statistics, clip: dict[str, float], resamples: int) -> pd.Da
     for panel, table in (("auc", per_video), ("variance", found.shares)):
         for (text, part), values in table.melt(["text", "index"], var_name="part").groupby(["text", "part"], sort=False)["value"]:
             mean, low, high = paired.mean_interval(values, resamples)
-            row = {"panel": panel, "input": "pocketbench", "text": text, "part": part}
-            rows.append({**row, "n": len(values), "value": mean, "low": low, "high": high})
-    rows += [{"panel": "variance", "input": "clip", "part": part, "n": 1, "value": share} for part, share in clip.items()]
-    return pd.DataFrame(rows)
+            rows.append({"panel": panel, "text": text, "part": part, "n": len(values), "value": mean, "low": low, "high": high})
+    return pd.DataFrame(rows).assign(input="pocketbench")
 
 
 def _cells(similarity: Floats, prompts: Sequence[str], windows: Windows) -> pd.DataFrame:
@@ -228,7 +226,8 @@ class SimilarityHeatmap(Experiment[SimilarityHeatmapParameters]):
             of the frames ``frame_start`` to ``frame_stop``; ``shown``: whether the clip shows what our prompt asks about;
             ``relevant``: whether the window holds a frame that answers. "question": ``auc`` of each question, and
             ``auc_of_others``, what questions about other videos reach on its windows. "auc", "variance": means over the videos with
-            ``low`` and ``high``. The pictures are the frames of both videos, at half size.
+            ``low`` and ``high``, for the ``windows`` that were chosen and for windows of one frame. The pictures are the frames of
+            both videos, at half size.
         """
         import pandas as pd
 
@@ -244,7 +243,8 @@ class SimilarityHeatmap(Experiment[SimilarityHeatmapParameters]):
         windows.of(len(clip.frames), f"video {path.name}")
         item = video_windows.item(p.split, p.seed, length, p.example)
         with polite_threads():
-            found = _statistics(p.split, p.seed, length, num_videos, windows)
+            stream = (p.split, p.seed, length, num_videos)
+            found, by_frame = _statistics(*stream, windows), _statistics(*stream, Windows(1, "frames", p.scorer))
             on_clip = video_windows.similarity(p.prompts, clip.visual, windows)
             lower = _example(item, p.text, windows)
         upper = _cells(on_clip, p.prompts, windows).assign(panel="clip", input="clip")
@@ -252,18 +252,27 @@ class SimilarityHeatmap(Experiment[SimilarityHeatmapParameters]):
         if p.video is None:
             upper["shown"] = upper["prompt"].map(PROMPTS)
         questions = found.auc.assign(panel="question", input="pocketbench")
-        summary = _summary(found, relevance.variance_shares(on_clip), 200 if p.quick else 2000)
+        resamples = 200 if p.quick else 2000
+        summary = pd.concat(
+            [
+                _summary(found, resamples).assign(windows="chosen"),
+                _summary(by_frame, resamples).assign(windows="one frame"),
+                pd.DataFrame(relevance.variance_shares(on_clip).items(), columns=["part", "value"]).assign(
+                    panel="variance", input="clip", n=1, windows="chosen"
+                ),
+            ]
+        )
         data = pd.concat([upper, lower, questions, summary], ignore_index=True)
         data = data[["panel", "input", *(name for name in data.columns if name not in ("panel", "input"))]]
         whole = ("row", "window", "frame_start", "frame_stop", "index", "n")
         flags = [name for name in ("relevant", "shown") if name in data]
         data = data.astype(dict.fromkeys(whole, "Int64") | dict.fromkeys(flags, "boolean"))
         scored = found.auc["index"].nunique()
-        stream = f"PocketBench {pocketbench.VERSION}, {p.split} split, seed {p.seed}"
+        named = f"PocketBench {pocketbench.VERSION}, {p.split} split, seed {p.seed}"
         measured = Evidence(
             kind="measured",
             source=(
-                f"embeddings of {POCKET_VLM}; {path.name} ({len(clip.frames)} frames); {stream} (video {item.index}; statistics: "
+                f"embeddings of {POCKET_VLM}; {path.name} ({len(clip.frames)} frames); {named} (video {item.index}; statistics: "
                 f"{scored} of the first {num_videos} videos, of {length} frames)"
             ),
             hardware=environment.hardware_line(),
@@ -274,11 +283,12 @@ class SimilarityHeatmap(Experiment[SimilarityHeatmapParameters]):
             data=data,
             evidence={
                 **dict.fromkeys(("similarity", "interaction", "auc", "auc_of_others", "value", "low", "high"), measured),
-                "relevant": Evidence(kind="simulated", source=f"drawn by {stream}"),
+                "relevant": Evidence(kind="simulated", source=f"drawn by {named}"),
             },
             values=_values(on_clip, p, summary, found),
             inputs=[*video_windows.vlm().inputs, clip.source, video_prompts.generator()],
             notes=[
+                "A frame has 64 visual tokens, 8 rows of 8, so that 32 are its upper or its lower half.",
                 "Intervals: 95 %, bootstrap over the videos. Questions that need every window count in no AUC.",
                 f"Variance: {len(p.prompts)} prompts on the clip; {_ROWS} on each PocketBench video, its own and the next videos'.",
                 video_windows.vlm().note,
@@ -308,6 +318,7 @@ def _values(on_clip: Floats, p: SimilarityHeatmapParameters, summary: pd.DataFra
             values[f"clip_{part}_share"] = Value(row["value"], "share", "value")
             continue
         name, unit = (f"{part}_{text}", "1") if row["panel"] == "auc" else (f"pocketbench_{part}_share_{text}", "share")
+        name += "_by_frame" if row["windows"] == "one frame" else ""
         for suffix, column in (("", "value"), ("_low", "low"), ("_high", "high")):
             values[name + suffix] = Value(row[column], unit, column)
     return values

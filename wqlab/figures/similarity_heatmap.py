@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: Thumbnails under a heatmap, and pixels between two of them.
-_THUMBNAILS, _GAP = 12, 3
-#: Inches: a row of a heatmap with labels of one and of more lines, a strip of thumbnails with its labels, the last row.
-_ROW, _TALL_ROW, _STRIP, _LAST = 0.23, 0.4, 0.9, 1.45
+#: Most thumbnails under a heatmap, how many lie there without larger gaps, and pixels between two of them.
+_THUMBNAILS, _DENSE, _GAP = 12, 8, 3
+#: Inches: a heatmap's row with a label of one and of more lines, and the least height; the last row; a heatmap's width or more.
+_ROW, _TALL_ROW, _LEAST, _LAST, _WIDTH = 0.24, 0.4, 1.2, 2.0, 6.7
 _PART_COLOURS = {"window": "#0072B2", "prompt": "#E69F00", "interaction": "#009E73"}
 _TEXT_NAMES = {"prompt": "question and options", "question": "question", "right answer": "right answer"}
 
@@ -32,8 +32,10 @@ def draw(result: Result) -> Figure:
 
     panels = {str(name): rows for name, rows in result.data.groupby("panel")}
     upper, lower = panels["clip"], panels["pocketbench"]
-    heights = [_ROW * (upper["row"].max() + 1), _STRIP, _TALL_ROW * (lower["row"].max() + 1), _STRIP, _LAST]
-    figure = plt.figure(figsize=(10.2, sum(heights) + 1.1))
+    strips = [_WIDTH / max(_DENSE, min(_THUMBNAILS, len(result.pictures[name]))) for name in ("clip", "pocketbench")]
+    heats = [max(_LEAST, row * (rows["row"].max() + 1)) for row, rows in ((_ROW, upper), (_TALL_ROW, lower))]
+    heights = [heats[0], strips[0], heats[1], strips[1], _LAST]
+    figure = plt.figure(figsize=(10.2, sum(heights) + 1.2))
     grid = figure.add_gridspec(5, 2, height_ratios=heights, width_ratios=[1, 0.014])
     for at, rows, name in ((0, upper, "clip"), (2, lower, "pocketbench")):
         heat = figure.add_subplot(grid[at, 0])
@@ -41,19 +43,22 @@ def draw(result: Result) -> Figure:
         heat.set_title(_title(name, rows, result))
         _strip(figure.add_subplot(grid[at + 1, 0]), rows, result.pictures[name])
     last = grid[4, :].subgridspec(1, 2, wspace=0.08)
-    _auc(figure.add_subplot(last[0]), panels["auc"], result)
-    _variance(figure.add_subplot(last[1]), panels["variance"], result)
+    _auc(figure.add_subplot(last[0]), _chosen(panels["auc"]), result)
+    _variance(figure.add_subplot(last[1]), _chosen(panels["variance"]), result)
     return figure
+
+
+def _chosen(rows: pd.DataFrame) -> pd.DataFrame:
+    return rows[rows["windows"] == "chosen"]
 
 
 def _title(name: str, rows: pd.DataFrame, result: Result) -> str:
     p = result.parameters
-    count, unit = rows["window"].max() + 1, "visual tokens" if p["window_unit"] == "tokens" else "frames"
-    windows = f"{count} windows of {p['window_size']} {unit}"
-    if name == "clip":
-        clip = next(i.name for i in result.inputs if i.name.startswith("clip ")).removeprefix("clip ")
-        return f"{clip}: {windows}"
-    return f"PocketBench, {p['split']} split: {windows}; outlined: those that answer ({result.evidence['relevant'].kind})"
+    if name == "pocketbench":
+        return f"PocketBench, {p['split']} split; outlined: the windows that answer ({result.evidence['relevant'].kind})"
+    clip = next(i.name for i in result.inputs if i.name.startswith("clip ")).removeprefix("clip ")
+    unit = "visual tokens" if p["window_unit"] == "tokens" else "frames"
+    return f"{textwrap.shorten(clip, 40)}: {rows['window'].max() + 1} windows of {p['window_size']} {unit}"
 
 
 def _heatmap(axis: Axes, bar: Axes, rows: pd.DataFrame, result: Result) -> None:
@@ -93,9 +98,9 @@ def _outline(axis: Axes, row: int, windows: list[int]) -> None:
 
     for _, run in groupby(enumerate(windows), key=lambda pair: pair[1] - pair[0]):
         found = [window for _, window in run]
-        box = (found[0], row - 0.46), found[-1] + 1 - found[0], 0.92
-        for colour, wide in (("black", 3.2), ("white", 1.6)):
-            axis.add_patch(Rectangle(*box, fill=False, edgecolor=colour, linewidth=wide, clip_on=False))
+        box = (found[0], row - 0.43), found[-1] + 1 - found[0], 0.86
+        for colour, wide in (("black", 2.6), ("white", 1.2)):
+            axis.add_patch(Rectangle(*box, fill=False, edgecolor=colour, linewidth=wide))
 
 
 def _strip(axis: Axes, rows: pd.DataFrame, frames: np.ndarray[Any, Any]) -> None:
@@ -103,17 +108,19 @@ def _strip(axis: Axes, rows: pd.DataFrame, frames: np.ndarray[Any, Any]) -> None
     shown = min(_THUMBNAILS, len(frames))
     at = [(2 * i + 1) * len(frames) // (2 * shown) for i in range(shown)]
     height, width = frames.shape[1:3]
-    canvas = np.full((height, shown * width + (shown - 1) * _GAP, 3), 255, dtype=np.uint8)
+    cell = (width + _GAP) * max(_DENSE, shown) // shown
+    canvas = np.full((height, shown * cell, 3), 255, dtype=np.uint8)
     for i, frame in enumerate(at):
-        canvas[:, i * (width + _GAP) : i * (width + _GAP) + width] = frames[frame]
+        left = i * cell + (cell - width) // 2
+        canvas[:, left : left + width] = frames[frame]
     axis.imshow(canvas, interpolation="antialiased", aspect="equal")
     axis.set_anchor("N")
     if "time_s" in rows and rows["time_s"].notna().all():
         times = dict(zip(rows["frame_start"], rows["time_s"], strict=True))
         names = [f"{times[frame]:.1f} s" if frame in times else "" for frame in at]
     else:
-        names = [f"frame {frame}" for frame in at]
-    axis.set_xticks([i * (width + _GAP) + width / 2 for i in range(shown)], names)
+        names = [f"frame {frame + 1}" for frame in at]
+    axis.set_xticks([(i + 0.5) * cell for i in range(shown)], names)
     axis.tick_params(length=0, labelsize=7, pad=1)
     axis.set_yticks([])
     axis.grid(False)
@@ -124,8 +131,8 @@ def _auc(axis: Axes, rows: pd.DataFrame, result: Result) -> None:
     """Draw, per text that is compared, the question's own AUC and that of questions about other videos."""
     style = EVIDENCE_STYLE[result.evidence["value"].kind]
     for part, name, colour, shift in (
-        ("auc", "of this video", "#0072B2", -0.13),
-        ("auc_of_others", "of other videos", "0.55", 0.13),
+        ("auc", "about this video", "#0072B2", -0.13),
+        ("auc_of_others", "about other videos", "0.55", 0.13),
     ):
         found = rows[rows["part"] == part].set_index("text").loc[list(_TEXT_NAMES)]
         y = np.arange(len(found)) + shift
@@ -137,7 +144,7 @@ def _auc(axis: Axes, rows: pd.DataFrame, result: Result) -> None:
     own = rows[rows["part"] == "auc"]
     axis.set_title(f"Finds the windows that answer? ({own['n'].iloc[0]} videos)")
     axis.set_xlabel("AUC; 0.5: chance")
-    axis.legend(loc="upper center", bbox_to_anchor=(0.4, -0.3), ncols=2, fontsize=7.5)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.4, 0), borderaxespad=4.2, ncols=2, fontsize=7.5)
 
 
 def _variance(axis: Axes, rows: pd.DataFrame, result: Result) -> None:
@@ -153,7 +160,7 @@ def _variance(axis: Axes, rows: pd.DataFrame, result: Result) -> None:
         for part, colour in _PART_COLOURS.items():
             share = 100 * float(shares[part])
             axis.barh(y, share, left=left, height=0.55, color=colour, label=label(part, result, "value") if y == 0 else None)
-            if share >= 6:
+            if share >= 7:
                 axis.text(left + share / 2, y, f"{share:.0f} %", ha="center", va="center", color="white", fontsize=7.5)
             left += share
     axis.set_yticks(range(len(bars)), list(bars))
@@ -161,4 +168,4 @@ def _variance(axis: Axes, rows: pd.DataFrame, result: Result) -> None:
     axis.set_xlim(0, 100)
     axis.set_title("What does the similarity vary with?")
     axis.set_xlabel("share of the variance (%)")
-    axis.legend(loc="upper center", bbox_to_anchor=(0.4, -0.3), ncols=3, fontsize=7.5)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.4, 0), borderaxespad=4.2, ncols=3, fontsize=7.5)
