@@ -141,6 +141,17 @@ def test_what_is_not_finite_is_refused_with_its_row_or_carried_as_nan(name, bad,
     assert late.isnan().tolist() == [[False, False], [True, where == "text"]]
 
 
+@pytest.mark.parametrize("name", ["cosine", "pearson"])
+def test_a_norm_that_overflows_is_not_finite(name):
+    text, visual = rows([2], 6, torch.float32, 0)[0], rows([8], 6, torch.float32, 1)[0]
+    huge = 1e25 * visual
+    late = scorers.create(name).score(text, torch.cat([visual, huge]), window_size=4, dtype=torch.float32, check=False).values
+    assert late.isnan().tolist() == [[False, False, True, True]]
+    with pytest.raises(NonFiniteError, match="overflow"):
+        scorers.create(name).score(huge, visual, window_size=4, dtype=torch.float32)
+    assert scorers.create(name).score(text, huge, window_size=4).values.isfinite().all()  # in float64
+
+
 def test_nan_in_the_tail_does_no_harm():
     visual = torch.ones(9, 4)
     visual[8] = torch.nan

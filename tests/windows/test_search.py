@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from launched_ops import LaunchedOps
 
 from wqlab import registry
 from wqlab.errors import NonFiniteError, ParameterError, UnknownNameError
@@ -90,3 +91,27 @@ def test_the_fast_path_never_waits_for_the_gpu(scorer, normalize, importance_on,
     assert plan.bit_widths.is_cuda
     # float32 sums differ by their order: a score may cross a threshold, but hardly.
     assert (on_host(plan).bit_widths != want.bit_widths.numpy()).mean() < 0.05
+
+
+def test_the_counter_counts_what_launches():
+    x = torch.ones(2, 6, device="meta")
+    with LaunchedOps() as ops:
+        y = x.view(3, 4).mT.reshape(12)[:6]  # reshape has to copy
+        torch.empty_like(y)
+        y.fill_(2)
+        torch.where(y > 1, 1, 0)  # CUDA fills one tensor for each number
+        torch.ones(3).to("meta")
+        torch.ones(3).sum().item()
+    want = ["clone", "fill_", "gt", "scalar_tensor", "scalar_tensor", "where", "ones", "_to_copy", "ones", "sum"]
+    assert ops.names == [*want, "_local_scalar_dense"]
+
+
+@pytest.mark.parametrize(
+    ("normalize", "dtype", "most"), [("none", torch.float32, 19), ("minmax", torch.float32, 24), ("minmax", torch.float64, 23)]
+)
+def test_the_search_of_one_row_launches_few_operations(normalize, dtype, most):
+    # Each costs the host about 10 us, and on a GPU nothing here takes longer.
+    text, visual = (torch.ones(n, 16, dtype=dtype, device="meta") for n in (32, 6400))
+    with LaunchedOps() as ops:
+        search(text, visual, np.linspace(0.5, 0.95, 30), normalize=normalize, dtype=dtype, check=False)
+    assert len(ops.names) <= most, ops.names

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wqlab.errors import NonFiniteError, ParameterError
-from wqlab.windows.thresholds import thresholds, thresholds_on_device
+from wqlab.windows.thresholds import thresholds, thresholds_on_device, width_limits, width_limits_on_device
 
 unit = st.floats(0, 1)
 alphas = st.floats(1e-6, 700)
@@ -86,3 +86,19 @@ def test_on_a_device_nan_is_for_the_caller_to_find():
         assert threshold.isnan().tolist() == [False, True, True]
     with pytest.raises(ParameterError, match="greater than 0"):
         thresholds_on_device(torch.ones(1), 0)
+
+
+@given(st.lists(st.floats(-1, 2), min_size=1, max_size=20), alphas, st.sampled_from([width_limits, width_limits_on_device]))
+def test_a_width_is_a_count_of_limits(s, alpha, limits_of):
+    importance = torch.tensor(s, dtype=torch.float64)
+    limits = torch.as_tensor(limits_of(importance, alpha))
+    low, high = thresholds(s, alpha) if limits_of is width_limits else thresholds_on_device(importance, alpha)
+    low, high = torch.as_tensor(low), torch.as_tensor(high)
+    for score in (low, high, *(t.nextafter(torch.full_like(t, end)) for t in (low, high) for end in (-1.0, 2.0))):
+        assert (score >= limits).sum(0).tolist() == (1 + (score >= low).int() + (score > high).int()).tolist()
+
+
+def test_nan_reaches_no_limit():
+    assert not (torch.tensor(torch.nan) >= torch.as_tensor(width_limits([0.0, 1.0], 2.0))).any()
+    limits = width_limits_on_device(torch.tensor([0.5, torch.nan, torch.inf]), 2.0)
+    assert (torch.tensor(1.0) >= limits).sum(0).tolist() == [3, 0, 0]

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from wqlab.errors import NonFiniteError, ParameterError, UnsupportedError
 from wqlab.types import WindowPlan
-from wqlab.windows.thresholds import check_alpha, thresholds, thresholds_on_device
+from wqlab.windows.thresholds import check_alpha, width_limits, width_limits_on_device
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from wqlab.windows.batch import WindowScores
     from wqlab.windows.similarity import Normalize
+
+#: Bit widths by how many of its layer's `width_limits` a score reaches; none where it or the layer's importance is not finite.
+_WIDTHS = (0, 2, 4, 16)
 
 
 def assign_bit_widths(
@@ -112,23 +115,22 @@ def make_plan(
     as_numpy = not isinstance(scores.values, torch.Tensor)
     # float64 whatever the scores are, so that devices and numpy decide alike on a threshold.
     values = torch.as_tensor(scores.values).to(torch.float64)
-    t_low, t_high = _thresholds(importance, alpha, values.device, num_layers)
+    limits = _limits(importance, alpha, values.device, num_layers)
     valid = valid_mask(scores.windows_per_row, values.shape[1], values.device)
 
-    bad = ~values.isfinite()
-    if valid is not None:
-        bad = bad & valid
-    unusable = bad.any(0) | t_low.isnan()[:, None]
-    if check and bool(unusable.any()):
+    # 0 times a score that is not finite is NaN, which reaches no limit.
+    score = torch.add(normalize_scores(values, normalize, valid), values, alpha=0)
+    if first_window_full:
+        score[:, 0].add_(torch.inf)  # reaches every limit, and NaN stays NaN
+    # Not torch.tensor(..., device=device): that copy waits for the device.
+    widths = torch.tensor(_WIDTHS).to(values.device, non_blocking=True)[(score[:, None] >= limits).sum(0)]
+    shared = _vote(widths, valid)
+    if check and not bool(shared.all()):
+        bad = ~values.isfinite() if valid is None else ~values.isfinite() & valid
         raise NonFiniteError(
             f"{int(bad.sum())} of {sum(scores.windows_per_row)} window scores are NaN or infinite, or the importance is; check the "
             "embeddings and calibrate the model again"
         )
-    score = normalize_scores(values, normalize, valid)[:, None, :]
-    widths = torch.where(score > t_high[:, None], 16, torch.where(score < t_low[:, None], 2, 4))
-    if first_window_full:
-        widths[..., 0] = 16
-    shared = _vote(widths, valid).masked_fill(unusable, 0)
     return WindowPlan(
         bit_widths=shared.numpy() if as_numpy else shared,
         window_size=scores.window_size,
@@ -213,10 +215,8 @@ def _given(similarity: Tensor | ArrayLike) -> WindowScores:
     return WindowScores(values, windows_per_row=(count,) * rows, tail_tokens=(0,) * rows, window_size=32, scorer="given")
 
 
-def _thresholds(
-    importance: Tensor | ArrayLike, alpha: float, device: torch.device, num_layers: int | None
-) -> tuple[Tensor, Tensor]:
-    """Return ``(t_low, t_high)`` as float64 [num_layers] on `device`."""
+def _limits(importance: Tensor | ArrayLike, alpha: float, device: torch.device, num_layers: int | None) -> Tensor:
+    """Return `width_limits` as float64 [3, 1, num_layers, 1] on `device`, for scores [batch, 1, windows]."""
     import torch
 
     shape = tuple(importance.shape) if isinstance(importance, torch.Tensor) else np.shape(importance)
@@ -225,10 +225,9 @@ def _thresholds(
         raise ParameterError(f"importance {shape} must be one number per layer, for {layers}: calibrate this model (s_i of Eq. 9)")
     if isinstance(importance, torch.Tensor):
         if importance.device.type != "cpu":
-            return thresholds_on_device(importance.detach().to(device), alpha)
+            return width_limits_on_device(importance.detach().to(device), alpha)[:, None, :, None]
         importance = importance.detach().double().numpy()  # numpy knows no bfloat16
-    both = torch.from_numpy(np.stack(thresholds(importance, alpha))).to(device, non_blocking=True)
-    return both[0], both[1]
+    return torch.from_numpy(width_limits(importance, alpha)).to(device, non_blocking=True)[:, None, :, None]
 
 
 def _check_preset(preset: str, scores: WindowScores, alpha: float, normalize: str, first_window_full: bool) -> None:
@@ -248,10 +247,13 @@ def _check_preset(preset: str, scores: WindowScores, alpha: float, normalize: st
 
 
 def _vote(widths: Tensor, valid: Tensor | None) -> Tensor:
-    """Return the most frequent width over the rows, [layers, windows], from [batch, layers, windows]; ties go to the wider."""
+    """Return the most frequent width over the rows, [layers, windows], from [batch, layers, windows]; ties go to the wider.
+
+    A window that has no width in one row, 0, has none in the plan.
+    """
     import torch
 
-    if widths.shape[0] == 1:
+    if widths.shape[0] == 1 and valid is None:
         return widths[0]
 
     def votes(bits: int) -> Tensor:
@@ -261,4 +263,5 @@ def _vote(widths: Tensor, valid: Tensor | None) -> Tensor:
     votes_16, votes_4, votes_2 = votes(16), votes(4), votes(2)
     # Not argmax over the three: which of equal maxima it returns is not promised on every device.
     narrow = torch.where(votes_4 >= votes_2, 4, 2)
-    return torch.where((votes_16 >= votes_4) & (votes_16 >= votes_2), 16, narrow)
+    shared = torch.where((votes_16 >= votes_4) & (votes_16 >= votes_2), 16, narrow)
+    return shared.masked_fill(votes(0) > 0, 0)

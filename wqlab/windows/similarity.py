@@ -51,9 +51,8 @@ def window_similarity(text: Tensor, tokens: Tensor, window_size: int = 32) -> Te
 def cosine(text: Tensor, windows: Tensor, text_mask: Tensor | None = None) -> Tensor:
     """Return the mean over all pairs of cosine(t_j, w_k) for each window (Eq. 8).
 
-    A mean of dot products is the dot product of the means, here of the text's unit vectors and of a window's: O((N + M) D) and not
-    O(N M D). The mean of a window's unit vectors is a product of the row of ``1 / (S |w_k|)`` with the window, so none of them is
-    ever stored.
+    A mean of dot products is the dot product with the mean, here of the text's unit vectors: O((N + M) D) and not O(N M D). The
+    tokens' norms divide their dot products, so no unit vector of a token is ever stored.
 
     Parameters
     ----------
@@ -69,11 +68,11 @@ def cosine(text: Tensor, windows: Tensor, text_mask: Tensor | None = None) -> Te
     Tensor
         [batch, windows], in [-1, 1]. A vector of zeros has cosine 0 to all; NaN or infinity makes its window NaN.
     """
-    text = text * _inverse_norm(text)[..., None]
-    unit = text.mean(1) if text_mask is None else text.sum(1) / text_mask.sum(1, keepdim=True)
-    weights = _inverse_norm(windows) / windows.shape[2]
-    means = torch.matmul(weights[:, :, None], windows)[:, :, 0]
-    return torch.bmm(means, unit[..., None])[..., 0]
+    unit = _quotient(text, torch.linalg.vector_norm(text, dim=-1, keepdim=True))
+    mean = unit.mean(1) if text_mask is None else unit.sum(1) / text_mask.sum(1, keepdim=True)
+    # The text as a row: with a column, BLAS on a CPU takes three times as long for a batch.
+    dot = torch.bmm(mean[:, None], windows.flatten(1, 2).mT).reshape(windows.shape[:-1])
+    return _quotient(dot, torch.linalg.vector_norm(windows, dim=-1)).mean(-1)
 
 
 def pearson(text: Tensor, windows: Tensor, text_mask: Tensor | None = None) -> Tensor:
@@ -123,12 +122,12 @@ def euclidean(text: Tensor, windows: Tensor, text_mask: Tensor | None = None) ->
     return (1 / (1 + mean)).masked_fill(mean.isinf(), torch.nan)
 
 
-def _inverse_norm(x: Tensor) -> Tensor:
-    """Return 1 / |x| over the last axis; 0 for a vector of zeros, NaN where the norm is not finite."""
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1)
-    # Below this the squares underflow, and the quotient would be noise.
-    zero = norm <= torch.finfo(x.dtype).tiny ** 0.5
-    return (1 / norm).masked_fill(zero, 0).masked_fill(norm == torch.inf, torch.nan)
+def _quotient(values: Tensor, norm: Tensor) -> Tensor:
+    """Return values / norm; 0 for a vector of zeros, NaN where the norm is not finite."""
+    # Below this the squares underflow, and the norm would be noise.
+    quotient = values / norm.clamp_min(torch.finfo(norm.dtype).tiny ** 0.5)
+    # Finite values over a norm that overflowed would pass as 0, but 0 times infinity is NaN.
+    return quotient.add_(norm, alpha=0)
 
 
 def _centred(x: Tensor) -> Tensor:
@@ -167,13 +166,13 @@ def normalize_scores(scores: Tensor, how: Normalize = "none", valid: Tensor | No
     # Behind all others, where it moves neither the minimum nor a rank.
     last = scores if valid is None else scores.masked_fill(~valid, torch.inf)
     if how == "minmax":
-        first = scores if valid is None else scores.masked_fill(~valid, -torch.inf)
-        low, high = last.amin(-1, keepdim=True), first.amax(-1, keepdim=True)
-        varied = high > low
-        return torch.where(varied, (scores - low) / (high - low).masked_fill(~varied, 1), 0.5)
-    rank = last.argsort(dim=-1, stable=True).argsort(dim=-1).to(scores.dtype)
-    if valid is None:
-        steps = torch.full_like(scores[..., :1], scores.shape[-1] - 1)
+        above = scores - last.amin(-1, keepdim=True)
+        span = (above if valid is None else above.masked_fill(~valid, 0)).amax(-1, keepdim=True)
+        share = above / span
     else:
-        steps = valid.sum(-1, keepdim=True).to(scores.dtype) - 1
-    return torch.where(steps > 0, rank / steps.clamp_min(1), 0.5)
+        rank = last.argsort(dim=-1, stable=True).argsort(dim=-1).to(scores.dtype)
+        # Not a plain number: CUDA would multiply with its reciprocal, which may round otherwise.
+        count = torch.full_like(scores[..., :1], scores.shape[-1]) if valid is None else valid.sum(-1, keepdim=True)
+        share = rank / (count - 1)
+    # 0 / 0: equal scores, or a single window.
+    return share.nan_to_num(nan=0.5)

@@ -69,6 +69,25 @@ def thresholds(importance: ArrayLike, alpha: float) -> tuple[NDArray[np.float64]
     return np.minimum(t_low, shrink), shrink
 
 
+def width_limits(importance: ArrayLike, alpha: float) -> NDArray[np.float64]:
+    """Return what a window's similarity must reach for INT2, for INT4 and for FP16, so that its width is a count of limits.
+
+    All numbers reach the first limit, NaN reaches none. FP16 asks for more than `t_high`: its limit is the next float64.
+
+    Parameters
+    ----------
+    importance, alpha
+        As in `thresholds`, which says what is refused.
+
+    Returns
+    -------
+    numpy.ndarray
+        float64 [3, ...], ascending, the shape of `importance` behind the first axis.
+    """
+    t_low, t_high = thresholds(importance, alpha)
+    return np.stack([np.full_like(t_low, -np.inf), t_low, np.nextafter(t_high, np.inf)])
+
+
 def thresholds_on_device(importance: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
     """Return `thresholds` of an `importance` that lies on a device, without waiting for it.
 
@@ -91,6 +110,27 @@ def thresholds_on_device(importance: Tensor, alpha: float) -> tuple[Tensor, Tens
     """
     alpha = check_alpha(alpha)
     s = importance.double()
-    s = s.clamp(0.0, 1.0).masked_fill(~s.isfinite(), math.nan)
+    # 0 times infinity is NaN: one operation, where isfinite alone is four kernels.
+    s = s.clamp(0.0, 1.0).add_(s, alpha=0)
     t_high = (-alpha * s).expm1() / math.expm1(-alpha)
     return ((alpha * (s - 1.0)).exp() * t_high).minimum(t_high), t_high
+
+
+def width_limits_on_device(importance: Tensor, alpha: float) -> Tensor:
+    """Return `width_limits` of an `importance` that lies on a device, without waiting for it.
+
+    Parameters
+    ----------
+    importance, alpha
+        As in `thresholds_on_device`; all limits of NaN and infinity are NaN.
+
+    Returns
+    -------
+    Tensor
+        float64 [3, ...] on the device of `importance`.
+    """
+    import torch
+
+    t_low, t_high = thresholds_on_device(importance, alpha)
+    # t_high - infinity: NaN stays.
+    return torch.stack([t_high - torch.inf, t_low, t_high.nextafter(torch.full_like(t_high, torch.inf))])
