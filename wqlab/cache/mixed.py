@@ -32,11 +32,14 @@ class _Packed:
         [batch, heads, tokens, head_dim].
     positions : Tensor
         int32 [batch, tokens].
+    full : bool
+        Whether no column is `NONE`; known here, so that no step has to ask the device.
     """
 
     key: PackedTensor
     value: PackedTensor
     positions: Tensor
+    full: bool
 
 
 class MixedSegments:
@@ -66,6 +69,8 @@ class MixedSegments:
         self.positions: Tensor | None = None
         self.packed: dict[int, _Packed] = {}
         self.seq_len = 0
+        #: Whether no column of `positions` is `NONE`.
+        self._full = True
 
     def __len__(self) -> int:
         return self.seq_len
@@ -159,8 +164,8 @@ class MixedSegments:
         """
         if self.key is None or self.value is None or self.positions is None:
             raise ParameterError("nothing was appended to this cache yet, so it has nothing to attend to")
-        segments = tuple(Segment(p.key, p.value, mask=_seen(p.positions, visible)) for p in self.packed.values())
-        return MixedKV(segments, Segment(self.key, self.value, mask=_seen(self.positions, visible)))
+        segments = tuple(Segment(p.key, p.value, mask=_seen(p.positions, p.full, visible)) for p in self.packed.values())
+        return MixedKV(segments, Segment(self.key, self.value, mask=_seen(self.positions, self._full, visible)))
 
     def dequantize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Return keys and values of all tokens in their original order, [batch, heads, seq_len, head_dim].
@@ -203,7 +208,7 @@ class MixedSegments:
                 del self.packed[bits]
                 continue
             kept = part.positions.masked_fill(cut, NONE)[:, : count * size].clone()
-            self.packed[bits] = _Packed(_first(part.key, count), _first(part.value, count), kept)
+            self.packed[bits] = _Packed(_first(part.key, count), _first(part.value, count), kept, _is_full(kept))
         joined = torch.cat(positions, 1)
         self._keep_dense(joined.masked_fill(joined >= self.seq_len, NONE), torch.cat(keys, 2), torch.cat(values, 2))
 
@@ -213,7 +218,7 @@ class MixedSegments:
             return
         self.key, self.value, self.positions = choose(self.key), choose(self.value), choose(self.positions)
         for bits, part in self.packed.items():
-            self.packed[bits] = _Packed(_mapped(part.key, choose), _mapped(part.value, choose), choose(part.positions))
+            self.packed[bits] = _Packed(_mapped(part.key, choose), _mapped(part.value, choose), choose(part.positions), part.full)
 
     def tokens_per_width(self) -> dict[int, int]:
         """Return bits -> tokens held at that width, of K and V and of all rows; dense ones count by their dtype."""
@@ -251,7 +256,7 @@ class MixedSegments:
             x = _taken(dense, positions)
             check_finite(x, quantizer.role)
             sides.append(PackedTensor.pack(quantizer.quantize(x)))
-        return _Packed(sides[0], sides[1], positions)
+        return _Packed(sides[0], sides[1], positions, _is_full(positions))
 
     def _decoded(self, side: PackedTensor, bits: int, name: str) -> Tensor:
         quantizer = self.quantizers[bits][name == "value"]
@@ -264,6 +269,7 @@ class MixedSegments:
         most = int((positions != NONE).sum(1).max()) if positions.numel() else 0
         order = order[:, positions.shape[1] - most :]
         self.positions = positions.gather(1, order).contiguous()
+        self._full = _is_full(self.positions)
         self.key, self.value = (_gathered(x, order) for x in (key, value))
 
 
@@ -284,12 +290,15 @@ def _put(target: Tensor, positions: Tensor, x: Tensor) -> None:
     target[rows, :, positions[rows, columns].long()] = x[rows, :, columns].to(target.dtype)
 
 
-def _seen(positions: Tensor, visible: Tensor | None) -> Tensor | None:
-    """Return bool [batch, n]: columns that hold a token which is no padding; None where that is all of them."""
-    there = positions != NONE
+def _is_full(positions: Tensor) -> bool:
+    return not bool((positions == NONE).any())
+
+
+def _seen(positions: Tensor, full: bool, visible: Tensor | None) -> Tensor | None:
+    """Return bool [batch, n]: columns that hold a token which is no padding; None where that is known to be all of them."""
     if visible is not None:
-        there = there & visible.gather(1, positions.clamp_min(0).long())
-    return None if bool(there.all()) else there
+        return (positions != NONE) & visible.gather(1, positions.clamp_min(0).long())
+    return None if full else positions != NONE
 
 
 def _first(side: PackedTensor, windows: int) -> PackedTensor:

@@ -6,14 +6,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from wqlab.hf.attention import packed_attention
     from wqlab.hf.cache import QuantizedKVCache, QuantizedKVLayer, cache_argument
     from wqlab.hf.side_by_side import SideBySideCache
     from wqlab.hf.window_cache import WindowQuantCache, windowquant
 
 _HOMES = {"QuantizedKVCache": "cache", "QuantizedKVLayer": "cache", "cache_argument": "cache", "SideBySideCache": "side_by_side"}
-_HOMES |= {"WindowQuantCache": "window_cache", "windowquant": "window_cache"}
+_HOMES |= {"WindowQuantCache": "window_cache", "windowquant": "window_cache", "packed_attention": "attention"}
 
-__all__ = ["QuantizedKVCache", "QuantizedKVLayer", "SideBySideCache", "WindowQuantCache", "cache_argument", "windowquant"]
+__all__ = [
+    "QuantizedKVCache", "QuantizedKVLayer", "SideBySideCache", "WindowQuantCache", "cache_argument", "packed_attention", "windowquant",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

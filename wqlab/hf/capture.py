@@ -52,11 +52,18 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def capture_importance(model: nn.Module) -> Iterator[list[LayerImportance]]:
+def capture_importance(model: nn.Module, attention_mask: Tensor | None = None) -> Iterator[list[LayerImportance]]:
     """Collect s_i of every layer while the block runs forward passes.
 
     ``h`` is the input of the decoder layer (the residual stream), the attention's output is ``a``: the two readings of
     "after attention" are ``h + a`` (after the residual add, the default everywhere) and ``a`` alone.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        With recognisable decoder layers.
+    attention_mask : Tensor, optional
+        [batch, seq] of the passes in the block: tokens that are 0 there, padding, do not count.
 
     Yields
     ------
@@ -73,6 +80,9 @@ def capture_importance(model: nn.Module) -> Iterator[list[LayerImportance]]:
     inputs: dict[int, Tensor] = {}
     handles = []
 
+    def counted(x: Tensor) -> Tensor:
+        return x if attention_mask is None else x[attention_mask.to(x.device) != 0]
+
     def before(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             inputs[index] = args[0] if args else kwargs["hidden_states"]
@@ -84,6 +94,7 @@ def capture_importance(model: nn.Module) -> Iterator[list[LayerImportance]]:
             attended = output[0] if isinstance(output, tuple) else output
             h = inputs.pop(index)
             try:
+                h, attended = counted(h), counted(attended)
                 meters[index].after_residual.update(h, h + attended)
                 meters[index].attention_output.update(h, attended)
                 progress.report("layers", index + 1, len(meters))

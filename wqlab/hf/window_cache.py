@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from wqlab import quantizers
 from wqlab.cache.mixed import NONE, MixedSegments
 from wqlab.errors import NonFiniteError, ParameterError, UnsupportedError
-from wqlab.hf.adapters import for_model
+from wqlab.hf.adapters import Text, for_model
+from wqlab.hf.attention import MAX_QUERY_TOKENS, NAME, carrying, packed_attention
 from wqlab.hf.cache import SegmentsCache, SegmentsLayer, cache_argument
 from wqlab.hf.capture import capture_importance, decoder_layers
 from wqlab.types import Granularity, WindowPlan
@@ -40,12 +41,32 @@ class WindowQuantLayer(SegmentsLayer):
     def __init__(self, cache: WindowQuantCache, layer_idx: int) -> None:
         super().__init__(layer_idx, lambda: MixedSegments(cache.quantizers))
         self._owner = cache
+        #: The configuration of the attention that read this layer and can read it packed. It says what reads the layer next.
+        self._reader: Any = None
+        #: Whether the packed tokens were handed over and not read yet.
+        self.waiting = False
+        #: Whether the whole prompt was here once, so that its windows are encoded, and are never encoded again after a crop.
+        self.whole = False
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self.waiting = self.whole = False
+
+    def read_by(self, config: Any) -> None:
+        """Note that the attention function of `wqlab.hf.attention` got this layer."""
+        self._reader, self.waiting = config, False
+
+    def reads_packed(self) -> bool:
+        """Return whether the attention above this layer is known to read it packed."""
+        return self._reader is not None and self._reader._attn_implementation == NAME
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append K and V [batch, kv_heads, new, head_dim] and return all tokens' K and V in their original order.
+        """Append K and V [batch, kv_heads, new, head_dim] and return what the attention is to read.
 
-        The pass that completes the prompt gets it in full precision; behind it this layer is encoded, before the next layer runs,
-        so that never more than one layer exceeds what the plan holds.
+        That is all tokens' K and V in their original order: the pass that completes the prompt gets it in full precision; behind
+        it this layer is encoded, before the next layer runs, so that never more than one layer exceeds what the plan holds. Inside
+        `packed_attention` a later pass gets no tokens, but a key that carries this layer.
 
         Raises
         ------
@@ -54,17 +75,21 @@ class WindowQuantLayer(SegmentsLayer):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        packed = self.whole and key_states.shape[2] <= MAX_QUERY_TOKENS and self.reads_packed()
         # The new tokens come last, and go back as they came; the earlier ones as they are held.
-        past = self.segments.dequantize(key_states.dtype) if len(self.segments) else None
+        past = None if packed or not len(self.segments) else self.segments.dequantize(key_states.dtype)
         stored = self._owner.storage_dtype or key_states.dtype
         try:
             self.segments.append(key_states.to(stored), value_states.to(stored))
             self._owner.encode_when_whole(self)
         except (NonFiniteError, UnsupportedError) as error:
             raise type(error)(f"layer {self.layer_idx}: {error}") from error
-        if past is None:
-            return key_states, value_states
-        return torch.cat([past[0], key_states], dim=2), torch.cat([past[1], value_states], dim=2)
+        if packed:
+            self.waiting = True
+            return carrying(key_states[:, :, :0], self), value_states[:, :, :0]
+        if past is not None:
+            key_states, value_states = torch.cat([past[0], key_states], dim=2), torch.cat([past[1], value_states], dim=2)
+        return carrying(key_states.view_as(key_states), self), value_states
 
 
 class WindowQuantCache(SegmentsCache):
@@ -99,8 +124,58 @@ class WindowQuantCache(SegmentsCache):
         self.method, self.granularity, self.storage_dtype = method, granularity, storage_dtype
         self.quantizers: dict[int, Any] = {}
         self.plan: WindowPlan | None = None
+        #: Refuse to decode: `windowquant` sets it, so that nothing is slower than it was asked to be without a word.
+        self.only_packed = False
         self._windows: Tensor | None = None
         self._prompt_len = 0
+
+    @classmethod
+    def prepare(
+        cls,
+        model: Any,
+        inputs: Mapping[str, Any],
+        alpha: float = 2.0,
+        window_size: int = 32,
+        *,
+        importance: Sequence[float] | None = None,
+        text: Text = "question",
+        method: str = "rtn",
+        granularity: Granularity = "window_channel",
+        storage_dtype: torch.dtype | None = None,
+        **search_options: Any,
+    ) -> WindowQuantCache:
+        """Return an empty cache with a plan for this prompt: search before the prompt is read (WindowQuant, section 3.2).
+
+        Parameters
+        ----------
+        model : PreTrainedModel
+            Of a family that `wqlab.hf.adapters` knows.
+        inputs : mapping
+            What the model's processor returned.
+        alpha, window_size, importance, text, method, granularity, storage_dtype, **search_options
+            See `windowquant`.
+
+        Raises
+        ------
+        UnsupportedError
+            For a family without an adapter, or a prompt without visual tokens.
+        ParameterError
+            When a video is shorter than a window, or an option is out of range.
+        """
+        cache, adapter = cls(method, granularity, storage_dtype), for_model(model)
+        visual = adapter.visual_positions(model, inputs)
+        if not bool(visual.any()):
+            raise UnsupportedError("the prompt has no visual tokens, so there are no windows; generate outside the block instead")
+        if search_options.get("window_unit") == "frames":
+            search_options = {"tokens_per_frame": adapter.tokens_per_frame(model, inputs), **search_options}
+        with torch.no_grad():
+            words, video = adapter.text_embeddings(model, inputs, text), adapter.visual_embeddings(model, inputs)
+        s = list(importance) if importance is not None else _importance(model, inputs)
+        plan = search(
+            words, video, s, alpha=alpha, window_size=window_size, num_layers=len(decoder_layers(model)), **search_options
+        )
+        cache.follow(plan, visual)
+        return cache
 
     def follow(self, plan: WindowPlan, visual: Tensor) -> None:
         """Take a plan, before the first token.
@@ -136,13 +211,24 @@ class WindowQuantCache(SegmentsCache):
         """Append to layer `layer_idx`, creating layers as they are met; see `WindowQuantLayer.update`."""
         while len(self.layers) <= layer_idx:
             self.layers.append(WindowQuantLayer(self, len(self.layers)))
+        ignored = [layer.layer_idx for layer in self.layers if layer.waiting]
+        unseen = self.only_packed and self.layers[layer_idx].whole and not self.layers[layer_idx].reads_packed()
+        if ignored or unseen:
+            raise UnsupportedError(
+                f"the attention of layer {ignored[0] if ignored else layer_idx} does not go through transformers' attention "
+                "interface, so it cannot read the packed cache; use attention='dequantize' (the same cache, decoded for each "
+                "step), or a model class of transformers 5"
+            )
         result: tuple[Tensor, Tensor] = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         return result
 
     def encode_when_whole(self, layer: WindowQuantLayer) -> None:
         """Encode a layer whose prompt is complete and not yet encoded. A prompt that comes in chunks stays whole until its last."""
         segments = layer.segments
-        if self.plan is None or self._windows is None or segments.packed or len(segments) < self._prompt_len:
+        if layer.whole or len(segments) < self._prompt_len:
+            return
+        layer.whole = True
+        if self.plan is None or self._windows is None:
             return
         widths = [int(bits) for bits in self.plan.bit_widths[layer.layer_idx]]
         if any(bits != 16 for bits in widths):
@@ -176,9 +262,11 @@ def windowquant(
     window_size: int = 32,
     *,
     importance: Sequence[float] | None = None,
+    text: Text = "question",
     method: str = "rtn",
     granularity: Granularity = "window_channel",
     storage_dtype: torch.dtype | None = None,
+    attention: Literal["packed", "dequantize"] = "packed",
     **search_options: Any,
 ) -> Iterator[list[WindowQuantCache]]:
     """Let ``model.generate(**inputs)`` inside the block search, plan and hold its cache as WindowQuant does.
@@ -190,25 +278,31 @@ def windowquant(
     alpha : float
         Of Eq. 10 and 11.
     window_size : int
-        Visual tokens per window.
+        Visual tokens per window, or frames with ``window_unit="frames"``.
     importance : sequence of float, optional
         s_i per layer. Default: measured on the first prompt, by one pass more, and kept for this model.
+    text : {"question", "all"}
+        What the windows are compared with: the words after the last visual token, or every word of the prompt.
     method, granularity, storage_dtype
         As `WindowQuantCache`.
+    attention : {"packed", "dequantize"}
+        ``packed``: generated tokens read the cache as it lies, by `wqlab.ops.mixed_decode`. ``dequantize``: a decoded copy of one
+        layer at a time goes to the model's own attention; slower, for models whose attention cannot be replaced.
     **search_options
-        Of `wqlab.windows.search.search`: ``scorer``, ``normalize``, ``first_window_full``, ``preset``.
+        Of `wqlab.windows.search.search`: ``scorer``, ``normalize``, ``first_window_full``, ``preset``, ``window_unit``.
 
     Yields
     ------
     list of WindowQuantCache
-        One is added by each ``generate``; ``caches[-1].describe()`` is the one-line report, ``caches[-1].plan`` the plan.
+        One is added by each ``generate``; ``caches[-1].describe()`` is the one-line report, ``caches[-1].plan`` the plan. Given
+        back to ``generate``, with the longer conversation, such a cache goes on: nothing is searched or encoded again.
 
     Raises
     ------
     UnsupportedError
-        For a family without an adapter, or a prompt without visual tokens.
+        For a family without an adapter, a model whose attention cannot be replaced, or a prompt without visual tokens.
     ParameterError
-        When a video is shorter than a window, a cache is passed to ``generate`` as well, or blocks of one model are nested.
+        When a video is shorter than a window, another cache is passed to ``generate``, or blocks of one model are nested.
 
     Examples
     --------
@@ -216,35 +310,47 @@ def windowquant(
     ...     model.generate(**inputs, max_new_tokens=8)
     >>> print(caches[-1].describe())  # doctest: +SKIP
     """
+    if attention not in ("packed", "dequantize"):
+        raise ParameterError(f"attention = {attention!r} is neither 'packed' nor 'dequantize'")
     if "generate" in vars(model):
         raise ParameterError("this model is inside a windowquant block already; leave that block first")
     adapter, original = for_model(model), model.generate
     caches: list[WindowQuantCache] = []
 
     def generate(**inputs: Any) -> Any:
-        cache = WindowQuantCache(method, granularity, storage_dtype)
-        argument = cache_argument(model, cache)
-        taken = [name for name in ("past_key_values", "cache") if inputs.get(name) is not None]
-        if taken:
-            raise ParameterError(f"generate was given {taken[0]} inside windowquant, which brings its own; leave it out")
-        visual = adapter.visual_positions(model, inputs)
-        if not bool(visual.any()):
-            raise UnsupportedError("the prompt has no visual tokens, so there are no windows; generate outside the block instead")
-        with torch.no_grad():
-            text, video = adapter.text_embeddings(model, inputs), adapter.visual_embeddings(model, inputs)
-        s = list(importance) if importance is not None else _importance(model, inputs)
-        plan = search(text, video, s, alpha=alpha, window_size=window_size, num_layers=len(decoder_layers(model)), **search_options)
-        cache.follow(plan, visual)
-        caches.append(cache)
-        result = original(**inputs, **argument)
-        _log.info("windowquant: %s", cache.describe())
+        given = next((inputs.pop(name) for name in ("past_key_values", "cache") if inputs.get(name) is not None), None)
+        if given is None:
+            given = WindowQuantCache.prepare(
+                model, inputs, alpha, window_size, importance=importance, text=text, method=method,
+                granularity=granularity, storage_dtype=storage_dtype, **search_options,
+            )  # fmt: skip
+            given.only_packed = attention == "packed"
+            caches.append(given)
+        elif not any(given is cache for cache in caches):
+            raise ParameterError(
+                f"generate was given a {type(given).__name__} inside windowquant, which brings its own; leave it out, or give one "
+                "of this block's caches to go on with it"
+            )
+        else:
+            held = given.get_seq_length()
+            if bool(adapter.visual_positions(model, inputs)[:, held:].any()):
+                raise UnsupportedError(
+                    f"there are visual tokens behind the {held} that this cache holds, and it has one plan, of its first prompt; "
+                    "ask about the new video with a cache of its own"
+                )
+            inputs = adapter.without_pixels(inputs)
+        result = original(**inputs, **cache_argument(model, given))
+        _log.info("windowquant: %s", given.describe())
         return result
 
-    model.generate = generate
-    try:
-        yield caches
-    finally:
-        del model.generate
+    with packed_attention(model) if attention == "packed" else nullcontext():
+        model.generate = generate
+        try:
+            yield caches
+        finally:
+            del model.generate
+            for cache in caches:
+                cache.only_packed = False  # outside the block it is decoded, as every attention can read it
 
 
 def _importance(model: nn.Module, inputs: Mapping[str, Any]) -> list[float]:
@@ -252,7 +358,7 @@ def _importance(model: nn.Module, inputs: Mapping[str, Any]) -> list[float]:
     if model not in _CALIBRATED:
         _log.info("windowquant: measuring the layers' importance on this prompt, once for this model")
         options = {name: value for name, value in inputs.items() if torch.is_tensor(value)}
-        with torch.no_grad(), capture_importance(model) as meters:
+        with torch.no_grad(), capture_importance(model, inputs.get("attention_mask")) as meters:
             model(**options, use_cache=False)
         _CALIBRATED[model] = [meter.after_residual.value() for meter in meters]
     return _CALIBRATED[model]

@@ -9,13 +9,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from wqlab import registry
 from wqlab.errors import ParameterError, UnknownNameError, UnsupportedError
+
+#: Which words of a prompt stand for it: those of the user's last turn, or all of them.
+Text = Literal["question", "all"]
 
 
 class Adapter(ABC):
@@ -37,10 +40,39 @@ class Adapter(ABC):
     def visual_embeddings(self, model: Any, inputs: Mapping[str, Any]) -> list[Tensor]:
         """Return the embeddings that stand at the visual positions, [num_visual, hidden] for each row of the batch."""
 
-    def text_embeddings(self, model: Any, inputs: Mapping[str, Any]) -> list[Tensor]:
-        """Return the embeddings of the question's tokens, [num_tokens, hidden] for each row of the batch."""
+    def without_pixels(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `inputs` for a cache that holds their images and videos already. Families without pixels return all."""
+        return dict(inputs)
+
+    def text_embeddings(self, model: Any, inputs: Mapping[str, Any], text: Text = "question") -> list[Tensor]:
+        """Return the embeddings of the question's tokens, or of all that is no visual token and no padding.
+
+        Returns
+        -------
+        list of Tensor
+            [num_tokens, hidden] for each row of the batch, in the embedding's dtype.
+
+        Raises
+        ------
+        ParameterError
+            When a row has no such token, or for another `text`.
+        """
+        if text not in get_args(Text):
+            raise ParameterError(f"text = {text!r} is not one of {', '.join(get_args(Text))}")
         embeddings = model.get_input_embeddings()(inputs["input_ids"])
-        positions = self.question_positions(model, inputs)
+        if text == "question":
+            positions = self.question_positions(model, inputs)
+        else:
+            positions = ~self.visual_positions(model, inputs)
+            mask = inputs.get("attention_mask")
+            if mask is not None:
+                positions &= mask[:, -positions.shape[1] :] != 0  # a mask may also cover what a cache holds already
+        empty = (~positions.any(1)).nonzero().flatten().tolist()
+        if empty:
+            raise ParameterError(
+                f"row {empty[0]} of the prompt has no text to compare its windows with ({text}); ask something after the video, "
+                "or take all text with text='all'"
+            )
         return [row[at] for row, at in zip(embeddings, positions, strict=True)]
 
 
@@ -81,7 +113,7 @@ class PlaceholderAdapter(Adapter):
         """Return the text after the last visual token of each row, bool [batch, seq]; all text of a row without any.
 
         Chat templates differ from checkpoint to checkpoint, so their markers count as text here. Padding does not. A question
-        that was asked before the video is not found: put the video first.
+        that was asked before the video is not found: put the video first, or compare with all text (``text="all"``).
         """
         visual = self.visual_positions(model, inputs)
         at = torch.arange(visual.shape[1], device=visual.device).expand_as(visual)
@@ -131,6 +163,11 @@ class PlaceholderAdapter(Adapter):
                 "with the model's processor and a video or an image, or ask without a visual method"
             )
         return list(torch.split(found, visual.sum(1).tolist()))
+
+    def without_pixels(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `inputs` without pixels: transformers would make embeddings of them and find no place for these."""
+        pixels = {place.pixels for place in self.places}
+        return {name: value for name, value in inputs.items() if name not in pixels}
 
     def features(self, model: Any, inputs: Mapping[str, Any], place: Places) -> Any:
         """Return what the model's ``get_<kind>_features`` says: a Tensor, a list of them, or an output with ``pooler_output``."""
