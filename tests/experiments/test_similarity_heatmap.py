@@ -118,8 +118,9 @@ def test_the_example_marks_the_windows_that_answer(eyes, video):
 def test_windows_of_one_frame_are_always_judged_too(eyes, video):
     halves = wqlab.run("similarity_heatmap", video=str(video), **SMALL).values
     frames = wqlab.run("similarity_heatmap", video=str(video), window_unit="frames", window_size=1, **SMALL).values
-    for name in ("auc_prompt", "auc_of_others_question_low", "pocketbench_window_share_prompt"):
+    for name in ("auc_prompt", "auc_of_others_question", "auc_own_minus_others_right_answer"):
         assert halves[f"{name}_by_frame"] == frames[f"{name}_by_frame"] == frames[name] != halves[name]
+        assert halves[f"{name}_by_frame_low"] == frames[f"{name}_low"]
 
 
 def test_a_scorer_that_knows_nothing_is_at_chance_and_varies_with_nothing(eyes, video):

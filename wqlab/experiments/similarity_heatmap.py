@@ -256,7 +256,7 @@ class SimilarityHeatmap(Experiment[SimilarityHeatmapParameters]):
         summary = pd.concat(
             [
                 _summary(found, resamples).assign(windows="chosen"),
-                _summary(by_frame, resamples).assign(windows="one frame"),
+                _summary(by_frame, resamples).assign(windows="one frame").query("panel == 'auc'"),
                 pd.DataFrame(relevance.variance_shares(on_clip).items(), columns=["part", "value"]).assign(
                     panel="variance", input="clip", n=1, windows="chosen"
                 ),

@@ -171,6 +171,6 @@ def similarity(texts: Sequence[str], visual: Tensor, windows: Windows) -> Floats
     from wqlab.windows import scorers
 
     scorer, span = scorers.create(windows.scorer), windows.span()
-    # One text at a time: a batch would copy the video for each of them.
-    rows = [scorer.score([embed(text)], [visual], window_size=span).values[0] for text in texts]
-    return np.stack([np.asarray(row, dtype=np.float64) for row in rows])
+    # One text at a time, because a batch would copy the video for each; in float64 already, or each score would make that copy.
+    video = [visual.double()]
+    return np.stack([scorer.score([embed(text)], video, window_size=span).values[0].numpy() for text in texts])
