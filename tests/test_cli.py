@@ -32,7 +32,8 @@ def test_list_names_every_stem(capsys):
 
 
 def test_figure_writes_its_four_files_and_names_them(capsys, tmp_path):
-    code, out, err = wqlab(capsys, "figure", "alpha_sweep", "-p", "alpha=4", "-p", "normalize=rank", "--out", str(tmp_path))
+    given = ["-p", "alpha=4", "-p", "normalize=rank", "-p", "similarity=prose"]
+    code, out, err = wqlab(capsys, "figure", "alpha_sweep", *given, "--out", str(tmp_path))
     assert (code, err) == (0, "")
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"alpha_sweep.{s}" for s in ("csv", "json", "png", "svg")]
     assert out.split() == [str(tmp_path / f"alpha_sweep.{s}") for s in ("svg", "png", "csv", "json")]
@@ -86,7 +87,7 @@ def test_a_line_that_cannot_be_understood_is_exit_code_2(capsys, words):
 
 def test_an_output_folder_that_is_a_file(capsys, tmp_path):
     (tmp_path / "out").write_text("")
-    code, _, err = wqlab(capsys, "figure", "alpha_sweep", "--out", str(tmp_path / "out"))
+    code, _, err = wqlab(capsys, "figure", "alpha_sweep", "-p", "similarity=prose", "--out", str(tmp_path / "out"))
     assert code == 1
     assert "name another folder with --out" in err
 

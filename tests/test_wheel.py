@@ -117,7 +117,7 @@ def test_list(installed, tmp_path):
 def test_figures_with_and_without_parameters(installed, tmp_path):
     installed(tmp_path, "wqlab", "figure", "kv_memory", "--out", "here")
     assert {p.name for p in (tmp_path / "here").iterdir()} == {f"kv_memory.{s}" for s in ("svg", "png", "csv", "json")}
-    installed(tmp_path, "wqlab", "figure", "alpha_sweep", "-p", "alpha=3")
+    installed(tmp_path, "wqlab", "figure", "alpha_sweep", "-p", "alpha=3", "-p", "similarity=prose")
     sidecar = json.loads((tmp_path / "figures" / "alpha_sweep.json").read_text(encoding="utf-8"))
     assert sidecar["parameters"]["alpha"] == 3
 

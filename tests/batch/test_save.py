@@ -15,7 +15,7 @@ from wqlab.errors import OutputError
 
 @pytest.fixture(scope="module")
 def drawn():
-    result = wqlab.run("alpha_sweep", alpha=np.float64(4.0))
+    result = wqlab.run("alpha_sweep", similarity="prose", alpha=np.float64(4.0))
     return result, wqlab.draw(result)
 
 
@@ -36,7 +36,7 @@ def test_the_sidecar_holds_what_the_design_asks(drawn, tmp_path):
         "claims",
     ]
     assert not [key for key in wanted if key not in sidecar]
-    assert sidecar["command"] == "wqlab figure alpha_sweep -p alpha=4.0"
+    assert sidecar["command"] == "wqlab figure alpha_sweep -p alpha=4.0 -p similarity=prose"
     assert sidecar["evidence"]["t_low"] == {"kind": "simulated", "source": "Eq. 10 and 11"}
     assert sidecar["evidence"]["tokens"]["kind"] == "recorded"
     assert all(len(i["sha256"]) == 64 for i in sidecar["inputs"])

@@ -8,7 +8,14 @@ from transformers import LlamaConfig
 
 from wqlab import models
 from wqlab.evals import pocketbench
-from wqlab.experiments import attention_sinks, layer_similarity, similarity_heatmap, video_windows
+from wqlab.experiments import (
+    alpha_sweep,
+    attention_sinks,
+    layer_similarity,
+    reorder_equivalence,
+    similarity_heatmap,
+    video_windows,
+)
 from wqlab.models.pocket.configuration import PocketVLMConfig
 from wqlab.models.pocket.modeling import PocketVLMForConditionalGeneration
 from wqlab.types import Input
@@ -16,7 +23,8 @@ from wqlab.types import Input
 
 def forget():
     """Empty what the experiments keep of a model."""
-    kept = [attention_sinks._watch, layer_similarity._watch, similarity_heatmap._statistics]
+    kept = [attention_sinks._watch, layer_similarity._watch, similarity_heatmap._statistics, reorder_equivalence._watch]
+    kept += [alpha_sweep._watch, alpha_sweep._scores, alpha_sweep._sweep, alpha_sweep._video_values]
     for function in [*kept, video_windows.vlm, video_windows.embed, video_windows._read, video_windows.watch]:
         function.cache_clear()
 

@@ -12,7 +12,7 @@ from wqlab.errors import UnknownNameError
 from wqlab.types import Evidence, Result
 
 #: Those that need no model; the notebooks' tests draw all of them.
-QUICK = ["alpha_sweep", "kv_memory"]
+QUICK = [("alpha_sweep", {"similarity": "prose"}), ("kv_memory", {})]
 
 
 def texts(figure):
@@ -30,9 +30,9 @@ def texts(figure):
     return " ".join([*found, *(t.get_text() for t in figure.texts)])
 
 
-@pytest.mark.parametrize("stem", QUICK)
-def test_every_kind_of_evidence_is_named_on_the_axes_and_in_the_caption(stem):
-    result = wqlab.run(stem)
+@pytest.mark.parametrize(("stem", "given"), QUICK)
+def test_every_kind_of_evidence_is_named_on_the_axes_and_in_the_caption(stem, given):
+    result = wqlab.run(stem, **given)
     plain, full = figures.draw(result, with_caption=False), figures.draw(result)
     for evidence in result.evidence.values():
         assert f"({evidence.kind})" in texts(plain) or f", {evidence.kind})" in texts(plain)
@@ -41,11 +41,11 @@ def test_every_kind_of_evidence_is_named_on_the_axes_and_in_the_caption(stem):
     assert " ".join(figures.caption(result).split()) in shown
 
 
-@pytest.mark.parametrize("stem", QUICK)
-def test_the_caption_lies_below_all_axes(stem):
-    figure = figures.draw(wqlab.run(stem))
+@pytest.mark.parametrize(("stem", "given"), QUICK)
+def test_the_caption_lies_below_all_axes(stem, given):
+    figure = figures.draw(wqlab.run(stem, **given))
     figure.canvas.draw()
-    (caption,) = [t for t in figure.texts if t.get_text().startswith(figures.caption(wqlab.run(stem))[:10])]
+    (caption,) = [t for t in figure.texts if t.get_text().startswith(figures.caption(wqlab.run(stem, **given))[:10])]
     top = caption.get_window_extent().y1
     assert all(axes.get_tightbbox().y0 >= top - 1 for axes in figure.axes)
     assert caption.get_window_extent().x1 <= figure.bbox.x1

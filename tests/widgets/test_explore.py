@@ -19,7 +19,7 @@ def controls(box):
 
 
 def test_a_slider_redraws_and_another_value_is_another_picture():
-    box = explore("alpha_sweep", alpha=2.0)
+    box = explore("alpha_sweep", similarity="prose", alpha=2.0)
     (image,) = [c for c in box.children if isinstance(c, ipywidgets.Image)]
     before = image.value
     controls(box)["alpha"].value = 6.0
@@ -46,14 +46,14 @@ def test_controls_follow_the_declaration(stem):
 
 
 def test_the_caption_is_text_and_names_the_evidence():
-    box = explore("alpha_sweep")
+    box = explore("alpha_sweep", similarity="prose")
     (text,) = [c for c in box.children if isinstance(c, ipywidgets.HTML)]
     assert "recorded" in text.value
     assert "simulated: Eq. 10 and 11" in text.value
 
 
 def test_an_error_is_shown_and_the_figure_stays(monkeypatch):
-    box = explore("alpha_sweep")
+    box = explore("alpha_sweep", similarity="prose")
     (image,) = [c for c in box.children if isinstance(c, ipywidgets.Image)]
     (text,) = [c for c in box.children if isinstance(c, ipywidgets.HTML)]
     before = image.value

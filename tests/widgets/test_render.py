@@ -6,6 +6,9 @@ from PIL import Image
 
 from wqlab.widgets.render import Renderer
 
+#: Recorded, so that no model runs.
+PROSE = {"similarity": "prose"}
+
 
 def pixels(png):
     return np.asarray(Image.open(io.BytesIO(png)).convert("L"), dtype=float)
@@ -14,8 +17,8 @@ def pixels(png):
 @pytest.mark.parametrize(
     ("stem", "moves"),
     [
-        ("alpha_sweep", [{"alpha": a} for a in (2.0, 3.0, 4.0, 9.0)]),
-        ("alpha_sweep", [{"normalize": n} for n in ("minmax", "none", "rank", "rank")]),
+        ("alpha_sweep", [{"alpha": a, **PROSE} for a in (2.0, 3.0, 4.0, 9.0)]),
+        ("alpha_sweep", [{"normalize": n, **PROSE} for n in ("minmax", "none", "rank", "rank")]),
         ("kv_memory", [{"seconds": s} for s in (30.0, 30.0, 30.0, 10.0)]),
         ("kv_memory", [{"seconds": 30.0, "bits": b} for b in (16, 4, 4, 2)]),
     ],
@@ -33,14 +36,14 @@ def test_a_redraw_shows_what_a_fresh_drawing_shows(stem, moves):
 
 def test_places_are_found_once_and_the_frame_is_kept_while_it_holds():
     renderer = Renderer("alpha_sweep")
-    renderer.render({"alpha": 1.0})
+    renderer.render({"alpha": 1.0, **PROSE})
     places = renderer.places
-    assert len(places) == 3
+    assert len(places) == 4
     assert renderer.background is None
-    renderer.render({"alpha": 5.0})
+    renderer.render({"alpha": 5.0, **PROSE})
     background = renderer.background
     assert background is not None
-    renderer.render({"alpha": 7.0})
+    renderer.render({"alpha": 7.0, **PROSE})
     assert renderer.background is background
     assert renderer.places is places
 

@@ -59,11 +59,14 @@ class VideoPrompt(NamedTuple):
         [1, seq, hidden], for ``inputs_embeds``.
     start, stop : int
         Of the visual tokens; the chat's opening lies before them, the question and its options after.
+    words : Tensor
+        [1, words, hidden], the question and its options without the chat's markers: what the window search compares.
     """
 
     embeddings: Tensor
     start: int
     stop: int
+    words: Tensor
 
 
 def prompts(loaded: Any, split: str, seed: int, num_frames: int, num_videos: int) -> Iterator[VideoPrompt]:
@@ -86,9 +89,11 @@ def prompts(loaded: Any, split: str, seed: int, num_frames: int, num_videos: int
     for item in pocketbench.items(split, seed, num_frames, stop=num_videos):
         question = item.questions[0]
         asked = torch.tensor([prompt.question_ids(loaded.tokenizer, question.text, question.options)])
+        words = torch.tensor([prompt.encode(loaded.tokenizer, prompt.with_options(question.text, question.options))])
         video = loaded.model.get_video_features(pocketbench.draw([item]))
         start = opening.shape[1]
-        yield VideoPrompt(torch.cat([embed(opening), video, embed(asked)], dim=1), start, start + video.shape[1])
+        embeddings = torch.cat([embed(opening), video, embed(asked)], dim=1)
+        yield VideoPrompt(embeddings, start, start + video.shape[1], embed(words))
 
 
 def describe(split: str, seed: int, num_frames: int, num_videos: int) -> str:

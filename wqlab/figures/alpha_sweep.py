@@ -1,8 +1,8 @@
-"""Fig. 13b and 14: the two threshold functions, tokens per bit width per layer, and the mix against alpha."""
+"""Fig. 13b and 14: the two threshold functions, tokens per bit width per layer, bits per element and the mix against alpha."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,18 +11,27 @@ from wqlab.registry import register
 from wqlab.types import Result
 
 if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _NAMES = {16: "FP16", 4: "INT4", 2: "INT2"}
+_TICKS = (0.1, 0.5, 2.0, 10.0)
+#: normalization -> colour of its line where it is not the chosen one.
+_QUIET = {"none": "#CC79A7", "minmax": "#009E73", "rank": "#56B4E9"}
 
 
 @register("figure", "alpha_sweep")
 def draw(result: Result) -> Figure:
-    """Draw f1 and f2 with the layers' s_i, stacked tokens per layer, and shares against alpha."""
+    """Draw f1 and f2 with the layers' s_i, stacked tokens per layer, and bits per element; below, shares per normalization."""
     import matplotlib.pyplot as plt
 
     data, alpha = result.data, result.parameters["alpha"]
-    figure, (curves, layers, sweep) = plt.subplots(1, 3, figsize=(10.2, 3.4), width_ratios=[1, 1.25, 1])
+    figure = plt.figure(figsize=(10.2, 6.2))
+    grid = figure.add_gridspec(2, 1, height_ratios=[1.15, 1])
+    upper = grid[0].subgridspec(1, 3)
+    curves, layers, memory = (figure.add_subplot(upper[column]) for column in range(3))
+    mixes = figure.add_subplot(grid[1])
 
     curve = data[data["part"] == "curve"]
     style = EVIDENCE_STYLE[result.evidence["t_low"].kind]
@@ -48,17 +57,69 @@ def draw(result: Result) -> Figure:
     layers.legend(loc="upper center", ncols=2, fontsize=7, columnspacing=1.0, handlelength=1.2)
     layers.grid(axis="x", visible=False)
 
-    shares = data[data["part"] == "sweep"]
-    style = EVIDENCE_STYLE[result.evidence["share"].kind]
-    for bits in (16, 4, 2):
-        rows = shares[shares["bits"] == bits]
-        sweep.plot(
-            rows["alpha"], 100 * rows["share"], color=BIT_COLOURS[bits],
-            linestyle=style["linestyle"], marker=style["marker"], markersize=2.5,
-        )  # fmt: skip
-    sweep.axvline(alpha, color="0.35", linewidth=1, linestyle=":")
-    sweep.set(title="Mix over all layers", xlabel="alpha", ylabel=label("share of windows, %", result, "share"), ylim=(-3, 103))
-    sweep.set_xscale("log")
-    sweep.set_xticks([0.1, 0.5, 2, 10], ["0.1", "0.5", "2", "10"])
-    sweep.minorticks_off()
+    parts = {str(part): rows for part, rows in data.groupby("part", sort=False)}
+    _memory(memory, parts["sweep"], parts["prose"], result)
+    memory.axvline(alpha, color="0.35", linewidth=1, linestyle=":")
+    memory.set_xscale("log")
+    memory.set_xlim(0.085, 14)
+    memory.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
+    memory.minorticks_off()
+    memory.set_xlabel("alpha")
+    _mixes(mixes, parts["sweep"], result)
     return figure
+
+
+def _memory(axis: Axes, sweep: pd.DataFrame, prose: pd.DataFrame, result: Result) -> None:
+    """Draw what the mixes take, with the chosen normalization in front, and the recorded proxy's beside it."""
+    chosen = result.parameters["normalize"]
+    style = EVIDENCE_STYLE[result.evidence["bits_per_element"].kind] | {"marker": ""}
+    found, recorded = _by_alpha(sweep, "bits_per_element"), _by_alpha(prose, "recorded_bits_per_element")
+    for normalize, (alphas, cost) in found.items():
+        look = {"color": "black", "linewidth": 2.2} if normalize == chosen else {"color": _QUIET[normalize]}
+        axis.plot(alphas, cost[:, 0], label=normalize, **style | look)
+    alphas, cost = recorded[chosen]
+    style = EVIDENCE_STYLE[result.evidence["recorded_bits_per_element"].kind] | {"linestyle": "--", "marker": ""}
+    text = label(f"{chosen}, prose", result, "recorded_bits_per_element")
+    axis.plot(alphas, cost[:, 0], color="0.45", linewidth=1.1, label=text, **style)
+    literal = np.interp(2, found["none"][0], found["none"][1][:, 0])
+    axis.plot(2, literal, "D", color=_QUIET["none"], markersize=6, label="the paper's preset, literally")
+    low, high = 2.8, max(4.0, *(cost.max() for _, cost in (*found.values(), *recorded.values())))
+    axis.set(title="Memory of all layers", ylabel=label("bits per element", result, "bits_per_element"))
+    axis.set_ylim(low, low + 1.7 * (high - low))
+    axis.legend(loc="upper left", fontsize=7, frameon=True, framealpha=0.8, edgecolor="none", borderpad=0.2)
+
+
+def _by_alpha(rows: pd.DataFrame, column: str) -> dict[str, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+    """Return per normalization the alphas and `column` [alphas, widths]; rows come alpha by alpha, widths from 16 down."""
+    # Plain arrays, because many small selections from a table would be half of a slider's redraw.
+    normalize, alpha, values = (rows[name].to_numpy() for name in ("normalize", "alpha", column))
+    found = {}
+    for name in _QUIET:
+        mine = normalize == name
+        found[name] = alpha[mine][:: len(_NAMES)], values[mine].reshape(-1, len(_NAMES))
+    return found
+
+
+def _mixes(axis: Axes, sweep: pd.DataFrame, result: Result) -> None:
+    """Draw the shares under each normalization, side by side on one axes: three axes would cost a slider a third more."""
+    style = EVIDENCE_STYLE[result.evidence["share"].kind] | {"markersize": 3, "markevery": 3}
+    chosen, alpha = result.parameters["normalize"], result.parameters["alpha"]
+    places: list[float] = []
+    for start, (normalize, (alphas, shares)) in zip((0, 1.1, 2.2), _by_alpha(sweep, "share").items(), strict=True):
+        for bits, share in zip(_NAMES, shares.T, strict=True):
+            axis.plot(start + _place(alphas), 100 * share, color=BIT_COLOURS[bits], **style)
+        if alphas[0] <= alpha <= alphas[-1]:
+            axis.vlines(start + _place(alpha), 0, 100, color="0.35", linewidth=1, linestyle=":")
+        weight = "bold" if normalize == chosen else "normal"
+        axis.text(start + 0.5, 108, normalize, ha="center", va="center", fontsize=9, fontweight=weight)
+        places += [float(start + _place(tick)) for tick in _TICKS]
+    axis.set_xticks(places, [f"{tick:g}" for tick in _TICKS] * len(_QUIET))
+    axis.set(
+        title="Mix over all layers, by normalization", xlabel="alpha", ylabel=label("share of windows, %", result, "share"),
+        xlim=(-0.05, 3.25), ylim=(-3, 114), yticks=(0, 25, 50, 75, 100),
+    )  # fmt: skip
+
+
+def _place(alpha: Any) -> Any:
+    """Return where an alpha of the sweep lies between its ends, in [0, 1], logarithmically."""
+    return np.log(alpha / 0.1) / np.log(12 / 0.1)
