@@ -112,7 +112,8 @@ def validate(stem: str, given: Mapping[str, Any]) -> Parameters:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or "parameters"
-        raise ParameterError(f"{stem}: {name} = {first['input']!r} is refused: {first['msg']}") from error
+        why = first["msg"].removeprefix("Value error, ")  # what pydantic puts before a validator's own words
+        raise ParameterError(f"{stem}: {name} = {first['input']!r} is refused: {why}") from error
 
 
 def fetch_parts(stem: str, given: Mapping[str, Any], progress: Callable[[str, int, int], None] | None = None) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import numpy as np
 from pydantic import AfterValidator, Field, field_validator
-from pydantic_core import PydanticCustomError
 
 from wqlab import registry
 from wqlab.errors import ParameterError
@@ -48,7 +47,7 @@ _QUICK = {"num_frames": 8, "num_videos": 4}
 
 def _not_empty(prompt: str) -> str:
     if not prompt.strip():
-        raise PydanticCustomError("empty_prompt", "a prompt has no words: write what to look for in the video, or leave it out")
+        raise ValueError("a prompt has no words: write what to look for in the video, or leave it out")
     return prompt
 
 

@@ -57,7 +57,7 @@ def _title(name: str, rows: pd.DataFrame, result: Result) -> str:
     if name == "pocketbench":
         return f"PocketBench, {p['split']} split; outlined: the windows that answer ({result.evidence['relevant'].kind})"
     clip = next(i.name for i in result.inputs if i.name.startswith("clip ")).removeprefix("clip ")
-    unit = "visual tokens" if p["window_unit"] == "tokens" else "frames"
+    unit = ("visual token" if p["window_unit"] == "tokens" else "frame") + "s" * (p["window_size"] > 1)
     return f"{textwrap.shorten(clip, 40)}: {rows['window'].max() + 1} windows of {p['window_size']} {unit}"
 
 
