@@ -68,3 +68,11 @@ class OutputError(WqlabError, OSError):
 
 class NotebookError(WqlabError):
     """A notebook that failed, or that ended without writing its output."""
+
+
+class CompileError(WqlabError):
+    """A template that cannot be rendered, or CUDA C++ that the compiler refuses. The message shows the lines."""
+
+
+class KernelError(WqlabError):
+    """A compiled kernel that the CUDA driver refuses to load or to launch."""
