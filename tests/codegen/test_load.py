@@ -48,6 +48,20 @@ def test_a_tensor_is_its_pointer():
     assert read(Arguments("k", -1, [8]), [ctypes.c_void_p], tensor) == [tensor.data_ptr()]  # -1 is the CPU
 
 
+class Shape(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("rows", ctypes.c_int32), ("scale", ctypes.c_float), ("flag", ctypes.c_int8 * 5))
+
+
+def test_a_structure_is_passed_by_value():
+    arguments = Arguments("k", 0, (4, ctypes.sizeof(Shape), 4))
+    shape = Shape(7, 3, 0.5, (1, 2, 3, 4, 5))
+    pointers = (ctypes.c_void_p * 3).from_address(arguments.place((np.int32(1), shape, np.int32(2))))
+    assert [ctypes.c_int32.from_address(pointers[i]).value for i in (0, 2)] == [1, 2]
+    assert bytes(Shape.from_address(pointers[1])) == bytes(shape)
+    with pytest.raises(ParameterError, match=r"argument 0: .* has 24 bytes and the parameter 4"):
+        Arguments("k", 0, (4,)).place((shape,))
+
+
 def test_a_kernel_without_parameters():
     assert Arguments("k", 0, ()).place(()) != 0
 

@@ -9,6 +9,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -30,8 +31,11 @@ _CODES: dict[type, str] = {
     float: "f",
     type(None): "Q",
 }  # fmt: skip
-#: Every argument has a slot of this many bytes.
-_SLOT = 8
+
+
+def _slot(size: int) -> int:
+    """Return the bytes that an argument of `size` bytes takes: every one begins at a multiple of 8."""
+    return -(-size // 8) * 8
 
 
 class _Plan(NamedTuple):
@@ -42,10 +46,11 @@ class _Plan(NamedTuple):
 class _Block(threading.local):
     """Slots and the pointers to them: one set per thread, used again by every launch, since the driver copies the values."""
 
-    def __init__(self, count: int) -> None:
-        self.slots = (ctypes.c_uint64 * max(count, 1))()
-        start = ctypes.addressof(self.slots)
-        self.pointers = (ctypes.c_void_p * max(count, 1))(*range(start, start + _SLOT * count, _SLOT))
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        starts = [0, *accumulate(map(_slot, sizes))]
+        self.slots = (ctypes.c_uint64 * (starts[-1] // 8 + 1))()
+        first = ctypes.addressof(self.slots)
+        self.pointers = (ctypes.c_void_p * len(starts))(*(first + start for start in starts))
         self.address = ctypes.addressof(self.pointers)
 
 
@@ -65,7 +70,7 @@ class Arguments:
     def __init__(self, name: str, device: int, sizes: Sequence[int]) -> None:
         self.name, self.device, self.sizes = name, device, tuple(sizes)
         self._plans: dict[tuple[type, ...], _Plan] = {}
-        self._block = _Block(len(self.sizes))
+        self._block = _Block(self.sizes)
 
     def place(self, args: tuple[object, ...]) -> int:
         """Write the values into this thread's slots and return the address of the pointers to them.
@@ -93,9 +98,9 @@ class Arguments:
             if width != size:
                 raise ParameterError(
                     f"kernel {self.name}, argument {position}: {value!r} has {width} bytes and the parameter {size}; "
-                    "pass a ctypes or numpy scalar of that width"
+                    "pass a ctypes or numpy value of that width"
                 )
-            layout += f"{code}{_SLOT - width}x"
+            layout += f"{code}{_slot(width) - width}x"
             getters.append(getter)
         return _Plan(struct.Struct(f"={layout}").pack_into, getters)
 
@@ -112,6 +117,8 @@ class Arguments:
                 return int(tensor.data_ptr())
 
             return "Q", pointer
+        if isinstance(value, ctypes.Structure):
+            return f"{ctypes.sizeof(value)}s", bytes
         code = _CODES.get(type(value))
         if code is None:
             raise ParameterError(

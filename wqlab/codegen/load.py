@@ -77,7 +77,8 @@ class Kernel:
             Dynamic shared memory per block.
         *args
             One for each parameter: a tensor of this device (its pointer; the caller keeps it alive and contiguous), None (a null
-            pointer), a ctypes or numpy scalar (an int needs one, so that its width is known), or a float (``float`` in C).
+            pointer), a ctypes or numpy scalar (an int needs one, so that its width is known), a ctypes structure (by value), or a
+            float (``float`` in C).
 
         Raises
         ------
