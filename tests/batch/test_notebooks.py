@@ -126,7 +126,8 @@ def test_a_misspelt_parameter_given_to_papermill_itself_fails_in_the_notebook(tm
 
 
 def test_parameters_of_a_namespace():
-    namespace = {"In": ["", "alpha = 2.0"], "alpha": 3.0, "normalize": "rank", "similarity": "prose", "quick": True, "out": None}
+    defaults = experiments.validate("alpha_sweep", {}).model_dump()
+    namespace = {"In": ["", "alpha = 2.0"], **defaults, "alpha": 3.0, "normalize": "rank", "quick": True, "out": None}
     assert parameters("alpha_sweep", {**namespace, "x": 5})["alpha"] == 3.0  # a reader's own variables are no business of ours
     with pytest.raises(ParameterError, match="'alhpa'"):
         parameters("alpha_sweep", {**namespace, "In": ["# Parameters\nalhpa = 5\nout = 'x'\n"], "alhpa": 5})
