@@ -79,7 +79,7 @@ def test_the_segments_of_a_cache_fit_as_they_are():
 
 def test_cpu_tensors_take_the_reference_and_the_kernel_is_refused_by_name(caplog):
     query, cache = build(int4=32, tail=1)
-    assert explain(query, cache) == ("reference", "the query lies on cpu, and the kernel needs a CUDA device")
+    assert explain(query, cache) == ("reference", "the query lies on cpu, and the kernels need a CUDA device")
     assert explain(query, cache, "reference").reason == "asked for by name"
     with caplog.at_level(logging.WARNING):
         mixed_decode(query, cache)

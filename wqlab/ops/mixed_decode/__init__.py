@@ -1,7 +1,8 @@
 """Attention of a few query tokens over one layer's cache, whose windows lie in 16, 4 and 2 bits (WindowQuant, section 3.3.4).
 
 The packed codes are decoded where they are used; no full-precision copy of the cache is made. `operands` describes a cache,
-`reference` is the truth, `triton_kernel` the portable kernel.
+`reference` is the truth, `triton_kernel` the portable kernel, `cuda_kernel` the fast one. The first two round a decoded value to
+the dtype of its scale, as a decoded copy would be; the fast one does not.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from torch import Tensor
 
 from wqlab.errors import ParameterError, UnsupportedError
 from wqlab.ops.mixed_decode import reference
-from wqlab.ops.mixed_decode.operands import DTYPES, MixedKV, PackedTensor, Segment
+from wqlab.ops.mixed_decode.operands import DTYPES, FragmentSegment, MixedKV, PackedTensor, Segment
 
-__all__ = ["Backend", "Choice", "MixedKV", "PackedTensor", "Segment", "explain", "mixed_decode"]
+__all__ = ["Backend", "Choice", "FragmentSegment", "MixedKV", "PackedTensor", "Segment", "explain", "mixed_decode"]
 
-Backend = Literal["auto", "reference", "triton"]
+Backend = Literal["auto", "cuda", "triton", "reference"]
 _log = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
     """The backend that runs, and why this one."""
 
-    backend: Literal["reference", "triton"]
+    backend: Literal["cuda", "triton", "reference"]
     reason: str
 
 
@@ -43,9 +44,10 @@ def mixed_decode(query: Tensor, packed: MixedKV, scaling: float | None = None, b
         Keys and values. Where several tokens ask, their own keys and values are the last ones of its tail.
     scaling : float, optional
         Factor of the scores before softmax; default ``head_dim ** -0.5``.
-    backend : {"auto", "reference", "triton"}
-        ``auto`` takes the kernel for CUDA tensors that it can serve and the reference otherwise; on CUDA it logs a warning when
-        it has to fall back.
+    backend : {"auto", "cuda", "triton", "reference"}
+        ``auto`` takes the first that can serve the call: ``cuda`` for windows in fragment order (`FragmentSegment`) or dense
+        tokens alone, in float16; ``triton`` for what else lies on a CUDA device; else the reference, and on CUDA it then logs a
+        warning. `explain` says why.
 
     Returns
     -------
@@ -57,7 +59,7 @@ def mixed_decode(query: Tensor, packed: MixedKV, scaling: float | None = None, b
     ParameterError
         For shapes or devices that contradict each other, a tail without the query tokens, or an unknown backend.
     UnsupportedError
-        For a dtype that is not served, or when ``backend="triton"`` cannot serve this call; the message says why.
+        For a dtype that is not served, or when the backend that was asked for cannot serve this call; the message says why.
     """
     chosen = explain(query, packed, backend)
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -67,6 +69,10 @@ def mixed_decode(query: Tensor, packed: MixedKV, scaling: float | None = None, b
         if backend == "auto" and query.is_cuda:
             _log.warning("mixed_decode runs the slow reference: %s", chosen.reason)
         return reference.attend(query, packed, factor)
+    if chosen.backend == "cuda":
+        from wqlab.ops.mixed_decode import cuda_kernel
+
+        return cuda_kernel.attend(query, packed, factor)
     from wqlab.ops.mixed_decode import triton_kernel
 
     return triton_kernel.attend(query, packed, factor)
@@ -80,13 +86,26 @@ def explain(query: Tensor, packed: MixedKV, backend: Backend = "auto") -> Choice
     if backend == "reference":
         return Choice("reference", "asked for by name")
     if backend == "auto" and not query.is_cuda:
-        return Choice("reference", f"the query lies on {query.device}, and the kernel needs a CUDA device")
-    refusal = _why_not_triton(query)
-    if refusal is None:
-        return Choice("triton", "asked for by name" if backend == "triton" else f"the query lies on {query.device}")
-    if backend == "triton":
-        raise UnsupportedError(f"backend 'triton' cannot serve this call: {refusal}; use backend='reference' or 'auto'")
-    return Choice("reference", refusal)
+        return Choice("reference", f"the query lies on {query.device}, and the kernels need a CUDA device")
+    refusals: list[str] = []
+    names: tuple[Literal["cuda", "triton"], ...] = ("cuda", "triton")
+    for name in names:
+        if backend not in ("auto", name):
+            continue
+        refusal = _why_not_cuda(query, packed, backend == name) if name == "cuda" else _why_not_triton(query)
+        if refusal is None:
+            reason = "asked for by name" if backend == name else "; ".join([f"the query lies on {query.device}", *refusals])
+            return Choice(name, reason)
+        if backend == name:
+            raise UnsupportedError(f"backend {name!r} cannot serve this call: {refusal}; use backend='reference' or 'auto'")
+        refusals.append(f"not {name}: {refusal}")
+    return Choice("reference", "; ".join(refusals))
+
+
+def _why_not_cuda(query: Tensor, packed: MixedKV, by_name: bool) -> str | None:
+    from wqlab.ops.mixed_decode import cuda_kernel
+
+    return cuda_kernel.refusal(query, packed) or cuda_kernel.why_not_here(query.device, by_name)
 
 
 def _why_not_triton(query: Tensor) -> str | None:

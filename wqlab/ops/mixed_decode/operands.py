@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from wqlab.errors import ParameterError, UnsupportedError
-from wqlab.layouts import bitpack
+from wqlab.layouts import bitpack, fragments
 from wqlab.quantizers import Quantized
 
 #: The dtypes of queries, dense segments and metadata.
@@ -145,6 +147,12 @@ class Segment:
             raise ParameterError(f"mask {list(mask.shape)} of {mask.dtype} must be bool {[batch, tokens]}")
 
     @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """[batch, kv_heads, tokens, head_dim] of keys and of values."""
+        batch, heads, tokens, head_dim = self.key.shape
+        return batch, heads, tokens, head_dim
+
+    @property
     def tokens(self) -> int:
         """Tokens held, valid or not."""
         return int(self.key.shape[2])
@@ -157,12 +165,108 @@ class Segment:
 
 
 @dataclass(frozen=True, eq=False)
+class FragmentSegment:
+    """Keys and values of some windows in the order in which the CUDA kernel's tensor cores take them.
+
+    It reads like a `Segment`, for backends that know no fragments: `key` and `value` unpack once, when they are first asked for.
+
+    Parameters
+    ----------
+    codes : Tensor
+        uint8 [batch, kv_heads, blocks, bytes per block] of `wqlab.layouts.fragments.pack`, contiguous; a block is 32 tokens.
+    meta : Tensor
+        float16 [batch, kv_heads, windows, 4 * head_dim] of `wqlab.layouts.fragments.pack_meta`, contiguous.
+    num_bits : {4, 2}
+        Bits per code, keys and values.
+    window_size : int
+        A multiple of 32.
+    head_dim : {64, 128}
+        Channels per head.
+    lengths : Tensor, optional
+        int32 [batch]: row `b` has the first ``lengths[b]`` tokens, whole windows.
+
+    Raises
+    ------
+    ParameterError, UnsupportedError
+        When shapes or dtypes contradict each other.
+    """
+
+    codes: Tensor
+    meta: Tensor
+    num_bits: int
+    window_size: int
+    head_dim: int
+    lengths: Tensor | None = None
+    mask: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        row = fragments.code_bytes(self.num_bits, self.head_dim)
+        blocks, windows = self.codes.shape[2], self.meta.shape[2]
+        held = (*self.meta.shape[:2], windows * self.window_size // fragments.BLOCK, row)
+        if self.window_size % fragments.BLOCK or tuple(self.codes.shape) != held or self.meta.shape[3] != 4 * self.head_dim:
+            raise ParameterError(
+                f"codes {list(self.codes.shape)} and meta {list(self.meta.shape)} are not {blocks} blocks of {row} bytes in whole "
+                f"windows of {self.window_size} tokens, a multiple of {fragments.BLOCK}, with 4 x {self.head_dim} halfs each"
+            )
+        if self.codes.dtype != torch.uint8 or self.meta.dtype != torch.float16:
+            raise UnsupportedError(f"codes and meta are {self.codes.dtype} and {self.meta.dtype}; they must be uint8 and float16")
+        if not (self.codes.is_contiguous() and self.meta.is_contiguous()):
+            raise ParameterError("codes and meta must be contiguous: the kernel copies whole blocks; call .contiguous()")
+        if self.lengths is not None and (tuple(self.lengths.shape) != (self.codes.shape[0],) or self.lengths.dtype != torch.int32):
+            raise ParameterError(
+                f"lengths {list(self.lengths.shape)} of {self.lengths.dtype} must be int32 [{self.codes.shape[0]}]"
+            )
+
+    @classmethod
+    def pack(cls, key: Quantized, value: Quantized, lengths: Tensor | None = None) -> FragmentSegment:
+        """Return encoded keys and values of the same tokens in fragment order."""
+        spec = key.spec
+        codes = fragments.pack(key.codes, value.codes, spec.num_bits)
+        meta = fragments.pack_meta(key.scale, key.minimum, value.scale, value.minimum)
+        return cls(codes.contiguous(), meta.contiguous(), spec.num_bits, spec.window_size, key.codes.shape[3], lengths)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """[batch, kv_heads, tokens, head_dim] of keys and of values."""
+        return self.codes.shape[0], self.codes.shape[1], self.tokens, self.head_dim
+
+    @property
+    def tokens(self) -> int:
+        """Tokens held, valid or not."""
+        return int(self.codes.shape[2]) * fragments.BLOCK
+
+    @property
+    def key(self) -> PackedTensor:
+        """The keys, row by row."""
+        return self._sides[0]
+
+    @property
+    def value(self) -> PackedTensor:
+        """The values, row by row."""
+        return self._sides[1]
+
+    @cached_property
+    def _sides(self) -> tuple[PackedTensor, PackedTensor]:
+        codes = fragments.unpack(self.codes, self.num_bits, self.head_dim)
+        meta = fragments.unpack_meta(self.meta)
+        key, value = (
+            PackedTensor(bitpack.pack(x, self.num_bits), scale, minimum, self.num_bits, self.window_size, self.head_dim)
+            for x, scale, minimum in ((codes[0], meta[0], meta[1]), (codes[1], meta[2], meta[3]))
+        )
+        return key, value
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield every tensor held."""
+        yield from (t for t in (self.codes, self.meta, self.lengths) if t is not None)
+
+
+@dataclass(frozen=True, eq=False)
 class MixedKV:
     """The keys and values of one layer.
 
     Parameters
     ----------
-    segments : tuple of Segment
+    segments : tuple of Segment or FragmentSegment
         Tokens that every query sees: windows in full precision, in 4 bits, in 2 bits; in any number and order, empty ones too.
     tail : Segment, optional
         Dense. The last ``q_len`` valid tokens of each row are those of the queries, causal among themselves; all before them are
@@ -174,7 +278,7 @@ class MixedKV:
         When there is no segment at all, the tail is packed, or batch, heads or head_dim differ between segments.
     """
 
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[Segment | FragmentSegment, ...] = ()
     tail: Segment | None = None
 
     def __post_init__(self) -> None:
@@ -182,26 +286,26 @@ class MixedKV:
             raise ParameterError("a cache without segments and without a tail has nothing to attend to; append tokens first")
         if self.tail is not None and isinstance(self.tail.key, PackedTensor):
             raise ParameterError("the tail is packed, but it must be dense; pass packed windows in segments")
-        shapes = {(s.key.shape[0], s.key.shape[1], s.key.shape[3]) for s in self.all()}
+        shapes = {(s.shape[0], s.shape[1], s.shape[3]) for s in self.all()}
         if len(shapes) > 1:
             raise ParameterError(f"segments differ in (batch, kv_heads, head_dim): {sorted(shapes)}")
 
     @property
     def batch(self) -> int:
         """Rows of the batch."""
-        return int(self.all()[0].key.shape[0])
+        return self.all()[0].shape[0]
 
     @property
     def num_kv_heads(self) -> int:
         """Heads of keys and values."""
-        return int(self.all()[0].key.shape[1])
+        return self.all()[0].shape[1]
 
     @property
     def head_dim(self) -> int:
         """Channels per head."""
-        return int(self.all()[0].key.shape[3])
+        return self.all()[0].shape[3]
 
-    def all(self) -> tuple[Segment, ...]:
+    def all(self) -> tuple[Segment | FragmentSegment, ...]:
         """Return the segments, the tail last."""
         return self.segments if self.tail is None else (*self.segments, self.tail)
 

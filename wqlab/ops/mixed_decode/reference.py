@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from wqlab.layouts import bitpack
-from wqlab.ops.mixed_decode.operands import MixedKV, PackedTensor, Segment
+from wqlab.ops.mixed_decode.operands import FragmentSegment, MixedKV, PackedTensor, Segment
 
 
 def attend(query: Tensor, cache: MixedKV, scaling: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -58,9 +58,9 @@ def _dense(side: Tensor | PackedTensor, dtype: torch.dtype) -> Tensor:
     return side.to(dtype) if isinstance(side, Tensor) else dequantize(side, dtype)
 
 
-def _visible(segment: Segment, q_len: int, causal: bool) -> Tensor:
+def _visible(segment: Segment | FragmentSegment, q_len: int, causal: bool) -> Tensor:
     """Return bool [batch, q_len, tokens]: true where a query sees a token."""
-    batch, tokens, device = segment.key.shape[0], segment.tokens, next(segment.tensors()).device
+    (batch, _, tokens, _), device = segment.shape, next(segment.tensors()).device
     position = torch.arange(tokens, device=device)
     end = torch.full((batch,), tokens, device=device) if segment.lengths is None else segment.lengths
     seen = (position < end[:, None])[:, None].expand(batch, q_len, tokens)

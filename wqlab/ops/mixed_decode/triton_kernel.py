@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wqlab.ops.mixed_decode.operands import MixedKV, PackedTensor, Segment
+from wqlab.ops.mixed_decode.operands import FragmentSegment, MixedKV, PackedTensor, Segment
 
 #: The accumulator of a program is [rows, head_dim] in registers; past this, it no longer fits.
 MAX_HEAD_DIM = 256
@@ -276,7 +276,7 @@ def _blocks(query: Tensor, cache: MixedKV) -> tuple[int, int, int, int]:
     return (block_m, whole[0], num_warps, 3) if whole else (block_m, 16, num_warps, 2)
 
 
-def _kind(segment: Segment) -> tuple[int, int, float, int, int, float]:
+def _kind(segment: Segment | FragmentSegment) -> tuple[int, int, float, int, int, float]:
     """Return what a kernel is compiled for: (bits, window size, last finite number) of the key and of the value; 16 bits: dense."""
     return *_side_kind(segment.key), *_side_kind(segment.value)
 
@@ -287,7 +287,7 @@ def _side_kind(side: Tensor | PackedTensor) -> tuple[int, int, float]:
     return side.num_bits, side.window_size, torch.finfo(side.scale.dtype).max
 
 
-def _operands(segment: Segment) -> tuple[Any, ...]:
+def _operands(segment: Segment | FragmentSegment) -> tuple[Any, ...]:
     mask = segment.mask if segment.mask is None else _rows_contiguous(segment.mask)
     return (
         _side_operands(segment.key), _side_operands(segment.value), segment.lengths,

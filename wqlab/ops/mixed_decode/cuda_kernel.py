@@ -1,0 +1,249 @@
+"""The fast path of `mixed_decode`: one launch of ``kernels/mixed_decode.cu.j2`` over all widths of every row, combine included."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wqlab import codegen
+from wqlab.layouts import fragments
+from wqlab.ops.mixed_decode.operands import FragmentSegment, MixedKV, Segment
+
+HEAD_DIMS = fragments.HEAD_DIMS
+#: Oldest architecture with cp.async and mma.m16n8k16.
+MIN_CAPABILITY = (8, 0)
+#: Architectures on which its tests have passed. On others it runs when it is asked for by name.
+TESTED: frozenset[tuple[int, int]] = frozenset()
+_LOG2E = 1.4426950408889634
+#: Query rows of a program: the columns of a tensor-core tile.
+_ROWS = 8
+_DENSE_UNIT = 16
+#: Bytes that should be on their way to a multiprocessor at any time, and what is left for its other needs.
+_RESERVED_BYTES = 2048
+
+_Pointer, _Long, _Int = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
+
+
+class Packed(ctypes.Structure):
+    """``struct Packed`` of the kernel."""
+
+    _fields_ = (("codes", _Pointer), ("meta", _Pointer), ("lengths", _Pointer), ("num_windows", _Int), ("blocks_per_window", _Int))
+
+
+class Arguments(ctypes.Structure):
+    """``struct Arguments`` of the kernel; strides in bytes."""
+
+    _fields_ = (
+        ("query", _Pointer), ("query_batch", _Long), ("query_head", _Long), ("query_token", _Long),
+        ("key", _Pointer), ("value", _Pointer), ("key_batch", _Long), ("key_head", _Long), ("key_token", _Long),
+        ("value_batch", _Long), ("value_head", _Long), ("value_token", _Long),
+        ("last", _Pointer), ("mask", _Pointer), ("mask_batch", _Long), ("four", Packed), ("two", Packed),
+        ("output", _Pointer), ("partial", _Pointer), ("arrived", _Pointer),
+        ("batch", _Int), ("kv_heads", _Int), ("group", _Int), ("q_len", _Int), ("dense_tokens", _Int), ("scaling", ctypes.c_float),
+    )  # fmt: skip
+
+
+class Tiling(NamedTuple):
+    """How a kernel is compiled; the template's parameters.
+
+    Parameters
+    ----------
+    head_dim : int
+        Channels per head.
+    num_warps : int
+        Of a program.
+    num_stages : int
+        Units of a warp that are on their way or in use.
+    slot_bytes : int
+        Of the largest unit that occurs.
+    """
+
+    head_dim: int
+    num_warps: int
+    num_stages: int
+    slot_bytes: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a program: the warps' slots, later their results, and what arrivals are counted with."""
+        slots = self.num_warps * self.num_stages * self.slot_bytes
+        results = self.num_warps * _ROWS * (self.head_dim + 2) * 4
+        return max(slots, results) + max(8 * self.num_warps * self.num_stages, 16)
+
+
+class Call(NamedTuple):
+    """One launch: arguments, grid and all tensors that must outlive it."""
+
+    arguments: Arguments
+    tiling: Tiling
+    grid: tuple[int, int, int]
+    output: Tensor
+    kept: tuple[Tensor, ...]
+
+
+def refusal(query: Tensor, cache: MixedKV) -> str | None:
+    """Return why this kernel cannot serve a call, or None. Where the tensors lie is not asked here."""
+    if query.dtype != torch.float16:
+        return f"the query is {query.dtype}, and the CUDA kernel computes in float16"
+    if cache.head_dim not in HEAD_DIMS:
+        return f"head_dim = {cache.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
+    widths = [s.num_bits for s in cache.segments if isinstance(s, FragmentSegment) and s.tokens]
+    dense = [s for s in cache.all() if isinstance(s, Segment) and s.tokens]
+    if len(set(widths)) != len(widths):
+        return f"there are several segments of {max(widths, key=widths.count)} bits; put them together"
+    if len(dense) > 1:
+        return f"there are {len(dense)} segments that are not in fragment order; one dense one can be served"
+    if not dense:
+        return None
+    only = dense[0]
+    if not (isinstance(only.key, Tensor) and isinstance(only.value, Tensor)):
+        return "windows are packed row by row; pack them with FragmentSegment.pack"
+    if only.key.dtype != torch.float16 or only.value.dtype != torch.float16:
+        return f"dense keys and values are {only.key.dtype} and {only.value.dtype}, and the CUDA kernel computes in float16"
+    for name, side in (("keys", only.key), ("values", only.value)):
+        if side.stride(3) != 1 or any(stride % 8 for stride in side.stride()[:3]) or side.data_ptr() % 16:
+            return f"dense {name} have strides {side.stride()}; rows must be contiguous and start at multiples of 16 bytes"
+    if query.shape[2] > 1 and only is not cache.tail:
+        return "several query tokens need a tail that holds their own keys and values"
+    return None
+
+
+def prepare(query: Tensor, cache: MixedKV, scaling: float, multiprocessors: int, shared_limit: int, num_splits: int | None) -> Call:
+    """Return the launch that serves this call.
+
+    Parameters
+    ----------
+    query : Tensor
+        float16 [batch, num_heads, q_len, head_dim].
+    cache : MixedKV
+        That `refusal` accepts.
+    scaling : float
+        Factor of the scores before softmax.
+    multiprocessors, shared_limit : int
+        Of the device; shared memory in bytes per multiprocessor.
+    num_splits : int, optional
+        Programs that share a KV head's tokens; default: see `_splits`.
+    """
+    query = query if query.stride(-1) == 1 and query.data_ptr() % 4 == 0 else query.contiguous()
+    batch, num_heads, q_len, head_dim = query.shape
+    kv_heads, device = cache.num_kv_heads, query.device
+    group = num_heads // kv_heads
+    packed = {s.num_bits: s for s in cache.segments if isinstance(s, FragmentSegment) and s.tokens}
+    dense = next((s for s in cache.all() if isinstance(s, Segment) and s.tokens), None)
+    tiling = choose(head_dim, tuple(sorted(packed)), dense is not None, shared_limit)
+    pairs, row_tiles = batch * kv_heads, -(-group * q_len // _ROWS)
+    splits = num_splits or _splits(
+        pairs * row_tiles, multiprocessors * _programs(tiling, shared_limit), _units(cache) // tiling.num_warps
+    )
+
+    output = torch.empty((batch, num_heads, q_len, head_dim), dtype=query.dtype, device=device)
+    partial = torch.empty(
+        pairs * row_tiles * splits * _ROWS * (head_dim + 2) if splits > 1 else 0, dtype=torch.float32, device=device
+    )
+    arrived = torch.zeros(pairs * row_tiles, dtype=torch.int32, device=device)
+    kept = [query, output, partial, arrived, *cache.tensors()]
+
+    def pointer(x: Tensor | None) -> int | None:
+        return None if x is None else x.data_ptr()
+
+    x = Arguments(
+        query=pointer(query), output=pointer(output), partial=pointer(partial), arrived=pointer(arrived),
+        batch=batch, kv_heads=kv_heads, group=group, q_len=q_len, scaling=scaling * _LOG2E,
+    )  # fmt: skip
+    x.query_batch, x.query_head, x.query_token = (2 * stride for stride in query.stride()[:3])
+    for num_bits, name in ((4, "four"), (2, "two")):
+        s = packed.get(num_bits)
+        if s is not None:
+            blocks = s.window_size // fragments.BLOCK
+            setattr(x, name, Packed(pointer(s.codes), pointer(s.meta), pointer(s.lengths), s.meta.shape[2], blocks))
+    if dense is not None:
+        key, value = dense.key, dense.value
+        assert isinstance(key, Tensor)
+        assert isinstance(value, Tensor)
+        x.dense_tokens, x.key, x.value = dense.tokens, pointer(key), pointer(value)
+        x.key_batch, x.key_head, x.key_token = (2 * stride for stride in key.stride()[:3])
+        x.value_batch, x.value_head, x.value_token = (2 * stride for stride in value.stride()[:3])
+        if dense.lengths is not None:
+            last = dense.lengths.to(torch.int32).clamp(max=dense.tokens).contiguous()
+            kept.append(last)
+            x.last = pointer(last)
+        if dense.mask is not None:
+            mask = dense.mask.view(torch.uint8) if dense.mask.stride(1) == 1 else dense.mask.contiguous().view(torch.uint8)
+            kept.append(mask)
+            x.mask, x.mask_batch = pointer(mask), mask.stride(0)
+    return Call(x, tiling, (pairs, splits, row_tiles), output, tuple(kept))
+
+
+def attend(query: Tensor, cache: MixedKV, scaling: float, num_splits: int | None = None) -> Tensor:
+    """Return attention of `query` over `cache`; see `wqlab.ops.mixed_decode.mixed_decode`, which also checks the arguments."""
+    device = query.device
+    properties = torch.cuda.get_device_properties(device)
+    shared_limit = properties.shared_memory_per_multiprocessor - _RESERVED_BYTES
+    call = prepare(query, cache, scaling, properties.multi_processor_count, shared_limit, num_splits)
+    if call.output.numel():
+        kernel = _kernel(call.tiling, f"sm_{properties.major}{properties.minor}", device)
+        kernel.launch(None, call.grid, (32 * call.tiling.num_warps,), call.tiling.shared_bytes, call.arguments)
+    return call.output
+
+
+def choose(head_dim: int, widths: tuple[int, ...], dense: bool, shared_limit: int) -> Tiling:
+    """Return the tiling for the widths that occur: three programs of four warps each, as many units on their way as fit then."""
+    units = [fragments.code_bytes(bits, head_dim) + 8 * head_dim for bits in widths]
+    if dense or not units:
+        units.append(2 * _DENSE_UNIT * (2 * head_dim + 16))
+    slot = max(units)
+    num_warps, programs = 4, 3
+    num_stages = min(max((shared_limit // programs - 128) // (num_warps * slot), 2), 6)
+    return Tiling(head_dim, num_warps, num_stages, slot)
+
+
+def source(tiling: Tiling) -> str:
+    """Return the CUDA C++ of a tiling."""
+    return codegen.render("mixed_decode", **tiling._asdict())
+
+
+def why_not_here(device: torch.device, by_name: bool) -> str | None:
+    """Return why a device cannot, or without being asked should not, run this kernel; or None."""
+    if device.type != "cuda":
+        return f"the query lies on {device}, and the kernel needs a CUDA device"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        return f"the GPU has compute capability {'.'.join(map(str, capability))}, and the kernel needs 8.0"
+    if capability not in TESTED and not by_name:
+        return f"it was not tested on compute capability {'.'.join(map(str, capability))} yet; backend='cuda' runs it"
+    if importlib.util.find_spec("cuda") is None:
+        return "the package cuda-core is not installed; pip install 'wqlab[gpu]'"
+    return None
+
+
+@functools.cache
+def _kernel(tiling: Tiling, arch: str, device: torch.device) -> Any:
+    return codegen.load(codegen.compile_cubin(source(tiling), arch=arch), "mixed_decode", device)
+
+
+def _programs(tiling: Tiling, shared_limit: int) -> int:
+    """Return the programs that a multiprocessor holds at once, at 168 registers a thread at most."""
+    return max(min(shared_limit // (tiling.shared_bytes + 1024), 65536 // (168 * 32 * tiling.num_warps)), 1)
+
+
+def _units(cache: MixedKV) -> int:
+    return sum(-(-s.tokens // (fragments.BLOCK if isinstance(s, FragmentSegment) else _DENSE_UNIT)) for s in cache.all())
+
+
+def _splits(tasks: int, places: int, most: int) -> int:
+    """Return into how many programs each of `tasks` is cut, so that few of `places` stay empty in the last wave.
+
+    Each split costs a partial result, so of equally full waves the fewest splits win, and no split has fewer units than warps.
+    """
+    limit = max(min(most, -(-4 * places // tasks), 256), 1)
+
+    def time(splits: int) -> float:
+        return math.ceil(tasks * splits / places) / splits * (1 + 0.01 * splits / limit)
+
+    return min(range(1, limit + 1), key=time)
