@@ -86,8 +86,10 @@ def test_cpu_tensors_take_the_reference_and_the_kernel_is_refused_by_name(caplog
     assert not caplog.records
     with pytest.raises(UnsupportedError, match=r"lies on cpu.*backend='reference'"):
         mixed_decode(query, cache, backend="triton")
-    with pytest.raises(ParameterError, match="'cuda' is not one of auto, reference, triton"):
+    with pytest.raises(UnsupportedError, match=r"'cuda' cannot serve.*one dense one can be served"):
         mixed_decode(query, cache, backend="cuda")
+    with pytest.raises(ParameterError, match="'hip' is not one of auto, cuda, triton, reference"):
+        mixed_decode(query, cache, backend="hip")
 
 
 def refused(error_class, match, call):

@@ -2,7 +2,7 @@
 
 A block is 32 tokens of one KV head. Keys are the operand [tokens, channels], values [channels, tokens], both cut into tiles of 16
 by 16. A word of 32 bits holds what one lane needs of one tile (4 bits) or of two neighbouring ones (2 bits). Code number `place` of
-byte `shift` of halfword `e` lies at bit ``16 e + 8 shift + num_bits place``, so that ``(word >> 8 shift) & mask | 0x64006400`` gives
+byte `shift` of halfword `e` lies at bit ``16 e + 8 shift + num_bits place``, so ``(word >> 8 shift) & mask | 0x64006400`` gives
 two halfs ``1024 + 2^(num_bits place) code`` at once. Within a tile,
 
 - keys: channel ``16 tile + 8 (place % 2) + 2t + e``, token ``16 row + 8 shift + g``;
