@@ -85,6 +85,7 @@ __device__ __forceinline__ Rows16 load_matrices_transposed(const void* row) {
 __device__ __forceinline__ uint4 load_shared16(const void* pointer) { return *static_cast<const uint4*>(pointer); }
 __device__ __forceinline__ float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(0xFFFFFFFF, x, lanes); }
 __device__ __forceinline__ bool any_lane(bool x) { return __any_sync(0xFFFFFFFF, x); }
+__device__ __forceinline__ u32 lanes_that(bool x) { return __ballot_sync(0xFFFFFFFF, x); }
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 __device__ __forceinline__ void sync_block() { __syncthreads(); }
 

@@ -211,6 +211,13 @@ inline bool any_lane(bool x) {
     });
     return any;
 }
+inline u32 lanes_that(bool x) {
+    u32 lanes = 0;
+    emulation::together(x, [&](auto theirs) {
+        for (int i = 0; i < 32; ++i) lanes |= u32(theirs(i)) << i;
+    });
+    return lanes;
+}
 inline void sync_warp() { emulation::meet(emulation::warps[emulation::current / 32]); }
 inline void sync_block() { emulation::meet(emulation::block); }
 inline unsigned char* shared_memory() { return emulation::shared_memory; }

@@ -38,7 +38,7 @@ def exactly(cache):
         if isinstance(segment, Segment):
             return segment
         sides = [Exact(side).values for side in (segment.key, segment.value)]
-        return dataclasses.replace(Segment(*(x.float() for x in sides), segment.lengths))
+        return Segment(*(x.float() for x in sides), segment.lengths, segment.mask)
 
     return MixedKV(tuple(map(dense, cache.segments)), cache.tail)
 
@@ -62,7 +62,8 @@ def build(
                 for role, x in zip(("key", "value"), kv(tokens), strict=True)
             ]
             windows = torch.randint(0, tokens // window_size + 1, (batch,), dtype=torch.int32) if lengths else None
-            segments.append(FragmentSegment.pack(*coded, windows if windows is None else windows * window_size))
+            made = FragmentSegment.pack(*coded, windows if windows is None else windows * window_size)
+            segments.append(dataclasses.replace(made, mask=torch.rand(batch, tokens) > 0.3 if mask else None))
     key, value = kv(tail)
     last = torch.randint(q_len, tail + 1, (batch,), dtype=torch.int32) if lengths else None
     seen = None

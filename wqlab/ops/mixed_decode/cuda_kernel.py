@@ -33,7 +33,10 @@ _Pointer, _Long, _Int = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
 class Packed(ctypes.Structure):
     """``struct Packed`` of the kernel."""
 
-    _fields_ = (("codes", _Pointer), ("meta", _Pointer), ("lengths", _Pointer), ("num_windows", _Int), ("blocks_per_window", _Int))
+    _fields_ = (
+        ("codes", _Pointer), ("meta", _Pointer), ("lengths", _Pointer), ("mask", _Pointer), ("mask_batch", _Long),
+        ("num_windows", _Int), ("blocks_per_window", _Int),
+    )  # fmt: skip
 
 
 class Arguments(ctypes.Structure):
@@ -149,6 +152,10 @@ def prepare(query: Tensor, cache: MixedKV, scaling: float, multiprocessors: int,
     arrived = torch.zeros(pairs * row_tiles, dtype=torch.int32, device=device)
     kept = [query, output, partial, arrived, *cache.tensors()]
 
+    def bytes_of(mask: Tensor) -> Tensor:
+        kept.append(mask if mask.stride(1) == 1 else mask.contiguous())
+        return kept[-1].view(torch.uint8)
+
     def pointer(x: Tensor | None) -> int | None:
         return None if x is None else x.data_ptr()
 
@@ -160,8 +167,11 @@ def prepare(query: Tensor, cache: MixedKV, scaling: float, multiprocessors: int,
     for num_bits, name in ((4, "four"), (2, "two")):
         s = packed.get(num_bits)
         if s is not None:
-            blocks = s.window_size // fragments.BLOCK
-            setattr(x, name, Packed(pointer(s.codes), pointer(s.meta), pointer(s.lengths), s.meta.shape[2], blocks))
+            mask = None if s.mask is None else bytes_of(s.mask)
+            row = 0 if mask is None else mask.stride(0)
+            windows, blocks = s.meta.shape[2], s.window_size // fragments.BLOCK
+            at = (pointer(s.codes), pointer(s.meta), pointer(s.lengths), pointer(mask))
+            setattr(x, name, Packed(*at, row, windows, blocks))
     if dense is not None:
         key, value = dense.key, dense.value
         assert isinstance(key, Tensor)
@@ -174,8 +184,7 @@ def prepare(query: Tensor, cache: MixedKV, scaling: float, multiprocessors: int,
             kept.append(last)
             x.last = pointer(last)
         if dense.mask is not None:
-            mask = dense.mask.view(torch.uint8) if dense.mask.stride(1) == 1 else dense.mask.contiguous().view(torch.uint8)
-            kept.append(mask)
+            mask = bytes_of(dense.mask)
             x.mask, x.mask_batch = pointer(mask), mask.stride(0)
     return Call(x, tiling, (pairs, splits, row_tiles), output, tuple(kept))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -184,6 +183,9 @@ class FragmentSegment:
         Channels per head.
     lengths : Tensor, optional
         int32 [batch]: row `b` has the first ``lengths[b]`` tokens, whole windows.
+    mask : Tensor, optional
+        bool [batch, tokens]: true where row `b` has the token. With `lengths`, both must hold. Scale and minimum of every window
+        are finite, also where no row has it.
 
     Raises
     ------
@@ -197,7 +199,7 @@ class FragmentSegment:
     window_size: int
     head_dim: int
     lengths: Tensor | None = None
-    mask: ClassVar[None] = None
+    mask: Tensor | None = None
 
     def __post_init__(self) -> None:
         row = fragments.code_bytes(self.num_bits, self.head_dim)
@@ -215,6 +217,13 @@ class FragmentSegment:
         if self.lengths is not None and (tuple(self.lengths.shape) != (self.codes.shape[0],) or self.lengths.dtype != torch.int32):
             raise ParameterError(
                 f"lengths {list(self.lengths.shape)} of {self.lengths.dtype} must be int32 [{self.codes.shape[0]}]"
+            )
+
+        if self.mask is not None and (
+            tuple(self.mask.shape) != (self.codes.shape[0], self.tokens) or self.mask.dtype != torch.bool
+        ):
+            raise ParameterError(
+                f"mask {list(self.mask.shape)} of {self.mask.dtype} must be bool {[self.codes.shape[0], self.tokens]}"
             )
 
     @classmethod
@@ -257,7 +266,7 @@ class FragmentSegment:
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor held."""
-        yield from (t for t in (self.codes, self.meta, self.lengths) if t is not None)
+        yield from (t for t in (self.codes, self.meta, self.lengths, self.mask) if t is not None)
 
 
 @dataclass(frozen=True, eq=False)
