@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mixed_decode_cases import error, truth
 
 from wqlab import codegen, quantizers
+from wqlab.errors import ParameterError
 from wqlab.ops.mixed_decode import MixedKV, Segment, cuda_kernel, explain, mixed_decode
 from wqlab.ops.mixed_decode.operands import FragmentSegment, PackedTensor
 
@@ -184,6 +185,20 @@ def test_splits_fill_the_device(tasks, places, most):
         assert tasks * splits > 0.66 * places
 
 
+def test_counters_return_to_zero_and_serve_the_next_call():
+    query, cache = build()
+    numbers = (emulated.MULTIPROCESSORS, emulated.SHARED_LIMIT, 3)
+    first, second = (cuda_kernel.prepare(query, cache, 0.1, *numbers) for _ in range(2))
+    alone = cuda_kernel.prepare(query, cache, 0.1, *numbers, own_counters=True)
+    assert first.arguments.arrived == second.arguments.arrived != alone.arguments.arrived
+    emulated.attend(query, cache, num_splits=3)
+    wide, more = build(batch=3, kv_heads=2, group=17, seed=1)  # needs more of them
+    assert error(emulated.attend(wide, more, num_splits=2), truth(wide, exactly(more))) < LIMIT
+    counters = cuda_kernel._counters(1, query.device)
+    assert counters.numel() >= 3 * 2 * 3
+    assert not bool(counters.any())
+
+
 TILINGS = [
     cuda_kernel.choose(head_dim, widths, dense, emulated.SHARED_LIMIT)
     for head_dim in (64, 128)
@@ -233,3 +248,28 @@ def test_on_a_gpu(data):
     got = mixed_decode(query.cuda(), there_cache, backend="cuda")
     assert error(got, want) < LIMIT
     assert torch.equal(mixed_decode(query.cuda(), there_cache, backend="cuda"), got)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_recorded_and_prepared_launches_on_a_gpu():
+    query, cache = build(batch=2, kv_heads=2, int4=2048, int2=2048)
+    query = query.cuda()
+    segments = [dataclasses.replace(s, codes=s.codes.cuda(), meta=s.meta.cuda()) for s in cache.segments]
+    cache = MixedKV(tuple(segments), Segment(cache.tail.key.cuda(), cache.tail.value.cuda()))
+    want = mixed_decode(query, cache, backend="cuda")
+    ready = cuda_kernel.prepared(query, cache, 128**-0.5)
+    torch.testing.assert_close(ready.launch(), want, rtol=0, atol=0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ready.launch()
+        recorded = [mixed_decode(query, cache, backend="cuda") for _ in range(3)]
+    for _ in range(3):
+        for output in (ready.call.output, *recorded):
+            output.fill_(torch.nan)
+        graph.replay()
+        mixed_decode(query, cache, backend="cuda")  # beside the replay's counters
+        for output in (ready.call.output, *recorded):
+            torch.testing.assert_close(output, want, rtol=0, atol=0)
+    with pytest.raises(ParameterError, match="contiguous"):
+        cuda_kernel.prepared(query.repeat_interleave(2, -1)[..., ::2], cache, 1.0)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from wqlab import codegen
+from wqlab.errors import ParameterError
 from wqlab.layouts import fragments
 from wqlab.ops.mixed_decode.operands import FragmentSegment, MixedKV, Segment
 
@@ -26,6 +27,9 @@ _ROWS = 8
 _DENSE_UNIT = 16
 #: Bytes that should be on their way to a multiprocessor at any time, and what is left for its other needs.
 _RESERVED_BYTES = 2048
+
+#: (device, stream, whether it was being recorded) -> (id of the recording or 0, counters of arrived programs). See `_counters`.
+_arrived: dict[tuple[torch.device, int, bool], tuple[int, Tensor]] = {}
 
 _Pointer, _Long, _Int = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
 
@@ -90,6 +94,31 @@ class Call(NamedTuple):
     kept: tuple[Tensor, ...]
 
 
+class Prepared(NamedTuple):
+    """A launch whose arguments are ready, to be repeated without host work or allocations; made by `prepared`.
+
+    Parameters
+    ----------
+    call : Call
+        Its ``output`` is where every launch writes, ``grid[1]`` the number of splits.
+    kernel : wqlab.codegen.load.Kernel
+        Loaded on the device of the call.
+    """
+
+    call: Call
+    kernel: Any
+
+    def launch(self, stream: torch.cuda.Stream | int | None = None) -> Tensor:
+        """Queue the kernel on a stream (default: torch's current one) and return the output that it will write.
+
+        A CUDA graph records one kernel. Launches of the same call must not overlap: they share output and workspace.
+        """
+        call = self.call
+        if call.output.numel():
+            self.kernel.launch(stream, call.grid, (32 * call.tiling.num_warps,), call.tiling.shared_bytes, call.arguments)
+        return call.output
+
+
 def refusal(query: Tensor, cache: MixedKV) -> str | None:
     """Return why this kernel cannot serve a call, or None. Where the tensors lie is not asked here."""
     if query.dtype != torch.float16:
@@ -117,7 +146,15 @@ def refusal(query: Tensor, cache: MixedKV) -> str | None:
     return None
 
 
-def prepare(query: Tensor, cache: MixedKV, scaling: float, multiprocessors: int, shared_limit: int, num_splits: int | None) -> Call:
+def prepare(
+    query: Tensor,
+    cache: MixedKV,
+    scaling: float,
+    multiprocessors: int,
+    shared_limit: int,
+    num_splits: int | None,
+    own_counters: bool = False,
+) -> Call:
     """Return the launch that serves this call.
 
     Parameters
@@ -132,6 +169,9 @@ def prepare(query: Tensor, cache: MixedKV, scaling: float, multiprocessors: int,
         Of the device; shared memory in bytes per multiprocessor.
     num_splits : int, optional
         Programs that share a KV head's tokens; default: see `_splits`.
+    own_counters : bool
+        Whether the call shares its counters of arrived programs with no other, so that it may run on any stream and in any
+        recorded graph; else they are those of torch's current stream.
     """
     query = query if query.stride(-1) == 1 and query.data_ptr() % 4 == 0 else query.contiguous()
     batch, num_heads, q_len, head_dim = query.shape
@@ -141,15 +181,12 @@ def prepare(query: Tensor, cache: MixedKV, scaling: float, multiprocessors: int,
     dense = next((s for s in cache.all() if isinstance(s, Segment) and s.tokens), None)
     tiling = choose(head_dim, tuple(sorted(packed)), dense is not None, shared_limit)
     pairs, row_tiles = batch * kv_heads, -(-group * q_len // _ROWS)
-    splits = num_splits or _splits(
-        pairs * row_tiles, multiprocessors * _programs(tiling, shared_limit), _units(cache) // tiling.num_warps
-    )
+    tiles = pairs * row_tiles
+    splits = num_splits or _splits(tiles, multiprocessors * _programs(tiling, shared_limit), _units(cache) // tiling.num_warps)
 
     output = torch.empty((batch, num_heads, q_len, head_dim), dtype=query.dtype, device=device)
-    partial = torch.empty(
-        pairs * row_tiles * splits * _ROWS * (head_dim + 2) if splits > 1 else 0, dtype=torch.float32, device=device
-    )
-    arrived = torch.zeros(pairs * row_tiles, dtype=torch.int32, device=device)
+    partial = torch.empty(tiles * splits * _ROWS * (head_dim + 2) if splits > 1 else 0, dtype=torch.float32, device=device)
+    arrived = torch.zeros(tiles, dtype=torch.int32, device=device) if own_counters else _counters(tiles, device)
     kept = [query, output, partial, arrived, *cache.tensors()]
 
     def bytes_of(mask: Tensor) -> Tensor:
@@ -190,15 +227,69 @@ def prepare(query: Tensor, cache: MixedKV, scaling: float, multiprocessors: int,
 
 
 def attend(query: Tensor, cache: MixedKV, scaling: float, num_splits: int | None = None) -> Tensor:
-    """Return attention of `query` over `cache`; see `wqlab.ops.mixed_decode.mixed_decode`, which also checks the arguments."""
+    """Return attention of `query` over `cache`; see `wqlab.ops.mixed_decode.mixed_decode`, which also checks the arguments.
+
+    A call is one kernel, without a memset. In a CUDA graph that records calls, one memset clears the counters of all of them.
+    """
+    return _ready(query, cache, scaling, num_splits, own_counters=False).launch()
+
+
+def prepared(query: Tensor, cache: MixedKV, scaling: float, num_splits: int | None = None) -> Prepared:
+    """Return attention of `query` over `cache` as a launch that can be repeated, for graphs and for measuring.
+
+    A launch reads query and cache as they are then. What has to be copied is that of this call's time: `lengths` of dense tokens,
+    and masks whose rows are not contiguous.
+
+    Parameters
+    ----------
+    query, cache, scaling
+        As of `wqlab.ops.mixed_decode.mixed_decode`; their storage must stay in place. `refusal` must accept them.
+    num_splits : int, optional
+        Programs that share a KV head's tokens; default: as many as fill the device.
+
+    Raises
+    ------
+    ParameterError
+        For a query that would have to be copied: later values would not be seen.
+    """
+    ready = _ready(query, cache, scaling, num_splits, own_counters=True)
+    if ready.call.kept[0] is not query:
+        raise ParameterError(
+            f"a prepared launch reads the query where it lies, and one with strides {query.stride()} has no contiguous rows at "
+            "multiples of 4 bytes; pass query.contiguous()"
+        )
+    return ready
+
+
+def _ready(query: Tensor, cache: MixedKV, scaling: float, num_splits: int | None, own_counters: bool) -> Prepared:
     device = query.device
     properties = torch.cuda.get_device_properties(device)
     shared_limit = properties.shared_memory_per_multiprocessor - _RESERVED_BYTES
-    call = prepare(query, cache, scaling, properties.multi_processor_count, shared_limit, num_splits)
-    if call.output.numel():
-        kernel = _kernel(call.tiling, f"sm_{properties.major}{properties.minor}", device)
-        kernel.launch(None, call.grid, (32 * call.tiling.num_warps,), call.tiling.shared_bytes, call.arguments)
-    return call.output
+    call = prepare(query, cache, scaling, properties.multi_processor_count, shared_limit, num_splits, own_counters)
+    return Prepared(call, _kernel(call.tiling, f"sm_{properties.major}{properties.minor}", device))
+
+
+def _counters(count: int, device: torch.device) -> Tensor:
+    """Return `count` or more counters, zero whenever a launch begins; the kernel counts each back to zero before it ends.
+
+    Launches that may overlap must not share them, so every stream has its own, kept for its next launch. A recorded graph may
+    later be replayed beside the stream that it was recorded on: its launches share counters of their own, which live in the
+    graph's memory and are cleared when a replay begins.
+    """
+    stream = recording = 0
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device).cuda_stream
+        with torch.cuda.device(device):
+            if torch.cuda.is_current_stream_capturing():
+                from cuda.bindings import driver
+
+                recording = int(driver.cuStreamGetCaptureInfo(stream)[2])
+    key = device, stream, recording != 0
+    known, held = _arrived.get(key, (0, None))
+    if held is None or known != recording or held.numel() < count:
+        held = torch.zeros(count, dtype=torch.int32, device=device)
+        _arrived[key] = recording, held
+    return held
 
 
 def choose(head_dim: int, widths: tuple[int, ...], dense: bool, shared_limit: int) -> Tiling:
