@@ -54,7 +54,7 @@ def test_verdicts_are_explained():
     assert all(f"`{verdict}`" in text for verdict in claims.VERDICTS)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/artifact.md", "docs/findings.md"])
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))])
 def test_files_that_the_pages_link_to_exist(page):
     path = ROOT / page
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text()):

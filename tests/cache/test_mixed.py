@@ -194,3 +194,33 @@ def test_bad_input_is_refused_and_changes_nothing():
     layer.encode(windows_of([0], [2], 2), [4, 2])
     with pytest.raises(ParameterError, match="encoded already"):
         layer.encode(windows_of([0], [2], 2), [4, 2])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_in_fragment_order_it_is_the_same_cache(head_dim):
+    """Encode, crop, pick rows, attend: as in rows, to the bit."""
+    torch.manual_seed(0)
+    key, value = (torch.randn(2, 2, 230, head_dim).half() for _ in range(2))
+    windows = windows_of([3, 10], [6, 4], 6, size=32)
+    new = [torch.randn(3, 2, 2, head_dim).half() for _ in range(2)]
+    query = torch.randn(3, 4, 2, head_dim).half()
+    visible = torch.ones(3, 150, dtype=torch.bool)
+    visible[1, :9] = False
+    found = []
+    for layout in ("bitpack-v1", "fragments-v1"):
+        layer = MixedSegments(pairs(size=32), layout)
+        layer.append(key, value)
+        layer.encode(windows, [4, 2, 16, 2, 4, 2])
+        at_first = layer.dequantize()
+        assert {type(part.segment).__name__ for part in layer.packed.values()} == {
+            "FragmentSegment" if layout == "fragments-v1" else "Segment"
+        }
+        assert layer.nbytes() == held_bytes(layer)
+        layer.crop(148)
+        layer.select_rows(lambda t: t[torch.tensor([1, 0, 1])])
+        layer.append(*new)
+        assert layer.nbytes() == held_bytes(layer)
+        parts = layer.parts(visible)
+        found.append((*at_first, *layer.dequantize(), mixed_decode(query, parts), mixed_decode(query, layer.parts())))
+    for rows, fragments in zip(*found, strict=True):
+        assert torch.equal(rows, fragments)

@@ -123,7 +123,7 @@ def test_pads_change_nothing(pocket_model, pocket_processor):
         for bits, part in one.segments.packed.items():
             assert torch.equal(part.positions + 64, two.segments.packed[bits].positions)
             # A code may lie one step off where a sum over more (masked) keys has rounded otherwise.
-            assert (part.key.codes != two.segments.packed[bits].key.codes).float().mean() < 0.01
+            assert (part.segment.key.codes != two.segments.packed[bits].segment.key.codes).float().mean() < 0.01
 
 
 def test_rows_of_96_and_160_tokens_read_as_alone():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mixed_decode_cases import error, truth
 
 from wqlab import codegen, quantizers
+from wqlab.cache.mixed import MixedSegments
 from wqlab.errors import ParameterError
 from wqlab.ops.mixed_decode import MixedKV, Segment, cuda_kernel, explain, mixed_decode
 from wqlab.ops.mixed_decode.operands import FragmentSegment, PackedTensor
@@ -222,6 +223,26 @@ def test_it_compiles_for_older_gpus_without_spills(arch):
     assert tiling.shared_bytes <= limit
     usage = codegen.compile_cubin(cuda_kernel.source(tiling), arch=arch).usage["mixed_decode"]
     assert not usage.spills
+
+
+def test_it_reads_what_a_cache_holds():
+    """Ragged rows, padding on the left, a question of three tokens: the cache's own parts."""
+    torch.manual_seed(0)
+    coders = {
+        bits: tuple(quantizers.create("rtn", bits, 32, "window_channel", role) for role in ("key", "value")) for bits in (4, 2)
+    }
+    layer = MixedSegments(coders, "fragments-v1")
+    layer.append(*(torch.randn(2, 2, 210, 64).half() for _ in range(2)))
+    windows = torch.full((2, 5, 32), -1)
+    windows[0] = 20 + torch.arange(160).reshape(5, 32)
+    windows[1, :3] = 90 + torch.arange(96).reshape(3, 32)
+    layer.encode(windows, [16, 4, 2, 2, 4])
+    layer.append(*(torch.randn(2, 2, 3, 64).half() for _ in range(2)))
+    visible = torch.ones(2, 213, dtype=torch.bool)
+    visible[1, :80] = False
+    parts = layer.parts(visible)
+    query = torch.randn(2, 6, 3, 64).half()
+    assert error(emulated.attend(query, parts), truth(query, exactly(parts))) < LIMIT
 
 
 @pytest.mark.gpu

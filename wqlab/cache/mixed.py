@@ -8,14 +8,15 @@ attention does not need it; `dequantize` uses it to give the original order back
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from wqlab.errors import ParameterError, UnsupportedError
 from wqlab.layouts import bitpack
-from wqlab.ops.mixed_decode.operands import MixedKV, PackedTensor, Segment
+from wqlab.ops.mixed_decode import Layout, preferred_layout
+from wqlab.ops.mixed_decode.operands import FragmentSegment, MixedKV, PackedTensor, Segment
 from wqlab.quantizers import Quantized, Quantizer, check_finite
 
 #: A column that holds no token of a row: rows may have different numbers of windows.
@@ -28,18 +29,23 @@ class _Packed:
 
     Parameters
     ----------
-    key, value : PackedTensor
-        [batch, heads, tokens, head_dim].
+    segment : Segment or FragmentSegment
+        [batch, heads, tokens, head_dim], packed, without lengths and mask.
     positions : Tensor
         int32 [batch, tokens].
-    full : bool
-        Whether no column is `NONE`; known here, so that no step has to ask the device.
+    lengths : Tensor or None
+        int32 [batch]: the columns that a row has; None for all, known here, so that no step has to ask the device.
     """
 
-    key: PackedTensor
-    value: PackedTensor
+    segment: Segment | FragmentSegment
     positions: Tensor
-    full: bool
+    lengths: Tensor | None
+
+    @classmethod
+    def of(cls, segment: Segment | FragmentSegment, positions: Tensor) -> _Packed:
+        """Return windows with the columns that their positions say."""
+        lengths = (positions != NONE).sum(1, dtype=torch.int32)
+        return cls(segment, positions, None if bool((lengths == positions.shape[1]).all()) else lengths)
 
 
 class MixedSegments:
@@ -49,6 +55,8 @@ class MixedSegments:
     ----------
     quantizers : mapping of int to (Quantizer, Quantizer)
         Bits -> how keys and values of that width are encoded; all with one window size.
+    layout : {"bitpack-v1", "fragments-v1"}, optional
+        Of packed windows. Default: what `wqlab.ops.mixed_decode` reads fastest where the tokens lie.
 
     Attributes
     ----------
@@ -62,8 +70,8 @@ class MixedSegments:
         Tokens per row, wherever they lie.
     """
 
-    def __init__(self, quantizers: Mapping[int, tuple[Quantizer, Quantizer]]) -> None:
-        self.quantizers = dict(quantizers)
+    def __init__(self, quantizers: Mapping[int, tuple[Quantizer, Quantizer]], layout: Layout | None = None) -> None:
+        self.quantizers, self.layout = dict(quantizers), layout
         self.key: Tensor | None = None
         self.value: Tensor | None = None
         self.positions: Tensor | None = None
@@ -164,8 +172,12 @@ class MixedSegments:
         """
         if self.key is None or self.value is None or self.positions is None:
             raise ParameterError("nothing was appended to this cache yet, so it has nothing to attend to")
-        segments = tuple(Segment(p.key, p.value, mask=_seen(p.positions, p.full, visible)) for p in self.packed.values())
-        return MixedKV(segments, Segment(self.key, self.value, mask=_seen(self.positions, self._full, visible)))
+        segments = []
+        for part in self.packed.values():
+            mask = None if visible is None else _seen(part.positions, visible)
+            segments.append(replace(part.segment, lengths=part.lengths, mask=mask))
+        whole = self._full and visible is None
+        return MixedKV(tuple(segments), Segment(self.key, self.value, mask=None if whole else _seen(self.positions, visible)))
 
     def dequantize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Return keys and values of all tokens in their original order, [batch, heads, seq_len, head_dim].
@@ -183,7 +195,7 @@ class MixedSegments:
             result = torch.empty(shape, dtype=dtype or dense.dtype, device=dense.device)
             _put(result, self.positions, dense)
             for bits, part in self.packed.items():
-                _put(result, part.positions, self._decoded(getattr(part, name), bits, name))
+                _put(result, part.positions, self._decoded(getattr(part.segment, name), bits, name))
             both.append(result)
         return both[0], both[1]
 
@@ -194,21 +206,21 @@ class MixedSegments:
         self.seq_len = max(num_tokens, 0)
         positions, keys, values = [self.positions], [self.key], [self.value]
         for bits, part in list(self.packed.items()):
-            size = part.key.window_size
+            size = self._window_size(bits)
             ends = part.positions.reshape(len(part.positions), -1, size)[:, :, -1]
             whole = (ends != NONE) & (ends < self.seq_len)
             cut = ~whole.repeat_interleave(size, 1)
             if bool(cut.any()):
                 positions.append(part.positions.masked_fill(~cut, NONE))
-                keys.append(self._decoded(part.key, bits, "key"))
-                values.append(self._decoded(part.value, bits, "value"))
+                keys.append(self._decoded(part.segment.key, bits, "key"))
+                values.append(self._decoded(part.segment.value, bits, "value"))
             # Windows lie in ascending order, so those that stay are each row's first ones.
             count = int(whole.sum(1).max())
             if not count:
                 del self.packed[bits]
                 continue
             kept = part.positions.masked_fill(cut, NONE)[:, : count * size].clone()
-            self.packed[bits] = _Packed(_first(part.key, count), _first(part.value, count), kept, _is_full(kept))
+            self.packed[bits] = _Packed.of(_first(part.segment, count, size), kept)
         joined = torch.cat(positions, 1)
         self._keep_dense(joined.masked_fill(joined >= self.seq_len, NONE), torch.cat(keys, 2), torch.cat(values, 2))
 
@@ -218,7 +230,8 @@ class MixedSegments:
             return
         self.key, self.value, self.positions = choose(self.key), choose(self.value), choose(self.positions)
         for bits, part in self.packed.items():
-            self.packed[bits] = _Packed(_mapped(part.key, choose), _mapped(part.value, choose), choose(part.positions), part.full)
+            lengths = None if part.lengths is None else choose(part.lengths)
+            self.packed[bits] = _Packed(_mapped(part.segment, choose), choose(part.positions), lengths)
 
     def tokens_per_width(self) -> dict[int, int]:
         """Return bits -> tokens held at that width, of K and V and of all rows; dense ones count by their dtype."""
@@ -237,7 +250,8 @@ class MixedSegments:
         """Yield every tensor held, positions included."""
         yield from (t for t in (self.key, self.value, self.positions) if t is not None)
         for part in self.packed.values():
-            yield from (*part.key.tensors(), *part.value.tensors(), part.positions)
+            yield from (*part.segment.tensors(), part.positions)
+            yield from () if part.lengths is None else (part.lengths,)
 
     def nbytes(self) -> int:
         """Return the bytes of the storages behind the held tensors: codes, metadata, dense tokens, columns that pad, positions."""
@@ -255,10 +269,17 @@ class MixedSegments:
             assert dense is not None
             x = _taken(dense, positions)
             check_finite(x, quantizer.role)
-            sides.append(PackedTensor.pack(quantizer.quantize(x)))
-        return _Packed(sides[0], sides[1], positions, _is_full(positions))
+            sides.append(quantizer.quantize(x))
+        key, value = sides
+        if (self.layout or preferred_layout(key)) == "fragments-v1":
+            return _Packed.of(FragmentSegment.pack(key, value), positions)
+        return _Packed.of(Segment(PackedTensor.pack(key), PackedTensor.pack(value)), positions)
 
-    def _decoded(self, side: PackedTensor, bits: int, name: str) -> Tensor:
+    def _window_size(self, bits: int) -> int:
+        return int(self.quantizers[bits][0].spec.window_size)
+
+    def _decoded(self, side: Tensor | PackedTensor, bits: int, name: str) -> Tensor:
+        assert isinstance(side, PackedTensor)
         quantizer = self.quantizers[bits][name == "value"]
         codes = bitpack.unpack(side.codes, side.num_bits, side.head_dim)
         return quantizer.dequantize(Quantized(codes, side.scale, side.minimum, quantizer.spec, side.scale.dtype))
@@ -294,19 +315,34 @@ def _is_full(positions: Tensor) -> bool:
     return not bool((positions == NONE).any())
 
 
-def _seen(positions: Tensor, full: bool, visible: Tensor | None) -> Tensor | None:
-    """Return bool [batch, n]: columns that hold a token which is no padding; None where that is known to be all of them."""
-    if visible is not None:
-        return (positions != NONE) & visible.gather(1, positions.clamp_min(0).long())
-    return None if full else positions != NONE
+def _seen(positions: Tensor, visible: Tensor | None) -> Tensor:
+    """Return bool [batch, n]: columns that hold a token which is no padding."""
+    there = positions != NONE
+    return there if visible is None else there & visible.gather(1, positions.clamp_min(0).long())
 
 
-def _first(side: PackedTensor, windows: int) -> PackedTensor:
-    codes = side.codes[:, :, : windows * side.window_size].clone()
-    scale, minimum = (part[:, :, :windows].clone() for part in (side.scale, side.minimum))
-    return PackedTensor(codes, scale, minimum, side.num_bits, side.window_size, side.head_dim)
+def _first(segment: Segment | FragmentSegment, windows: int, window_size: int) -> Segment | FragmentSegment:
+    """Return the first windows, in storage of their own."""
+    if isinstance(segment, FragmentSegment):
+        blocks = windows * window_size // (segment.tokens // segment.codes.shape[2])
+        return replace(segment, codes=segment.codes[:, :, :blocks].clone(), meta=segment.meta[:, :, :windows].clone())
+
+    def of(side: Tensor | PackedTensor) -> PackedTensor:
+        assert isinstance(side, PackedTensor)
+        codes = side.codes[:, :, : windows * window_size].clone()
+        scale, minimum = (part[:, :, :windows].clone() for part in (side.scale, side.minimum))
+        return replace(side, codes=codes, scale=scale, minimum=minimum)
+
+    return replace(segment, key=of(segment.key), value=of(segment.value))
 
 
-def _mapped(side: PackedTensor, choose: Callable[[Tensor], Tensor]) -> PackedTensor:
-    codes, scale, minimum = (choose(part) for part in side.tensors())
-    return PackedTensor(codes, scale, minimum, side.num_bits, side.window_size, side.head_dim)
+def _mapped(segment: Segment | FragmentSegment, choose: Callable[[Tensor], Tensor]) -> Segment | FragmentSegment:
+    """Return the rows that `choose` picks."""
+    if isinstance(segment, FragmentSegment):
+        return replace(segment, codes=choose(segment.codes), meta=choose(segment.meta))
+
+    def of(side: Tensor | PackedTensor) -> PackedTensor:
+        assert isinstance(side, PackedTensor)
+        return replace(side, codes=choose(side.codes), scale=choose(side.scale), minimum=choose(side.minimum))
+
+    return replace(segment, key=of(segment.key), value=of(segment.value))

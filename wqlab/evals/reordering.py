@@ -182,7 +182,7 @@ def _pieces(
         if bits == 16:
             pieces.append(Segment(key[:, :, at], value[:, :, at]))
         else:
-            packed = cache.packed[bits]
+            packed = cache.packed[bits].segment
             pieces.append(Segment(_window(packed.key, met[bits]), _window(packed.value, met[bits])))
         met[bits] += 1
     outside = torch.ones(key.shape[2], dtype=torch.bool)
@@ -190,8 +190,9 @@ def _pieces(
     return pieces, Segment(key[:, :, outside], value[:, :, outside])
 
 
-def _window(side: PackedTensor, n: int) -> PackedTensor:
+def _window(side: Tensor | PackedTensor, n: int) -> PackedTensor:
     """Return the n-th window of packed keys or values."""
+    assert isinstance(side, PackedTensor)
     codes = side.codes[:, :, n * side.window_size : (n + 1) * side.window_size]
     scale, minimum = side.scale[:, :, n : n + 1], side.minimum[:, :, n : n + 1]
     return PackedTensor(codes, scale, minimum, side.num_bits, side.window_size, side.head_dim)

@@ -15,7 +15,8 @@ _HOMES = {"QuantizedKVCache": "cache", "QuantizedKVLayer": "cache", "cache_argum
 _HOMES |= {"WindowQuantCache": "window_cache", "windowquant": "window_cache", "packed_attention": "attention"}
 
 __all__ = [
-    "QuantizedKVCache", "QuantizedKVLayer", "SideBySideCache", "WindowQuantCache", "cache_argument", "packed_attention", "windowquant",
+    "QuantizedKVCache", "QuantizedKVLayer", "SideBySideCache", "WindowQuantCache", "cache_argument", "packed_attention",
+    "windowquant",
 ]  # fmt: skip
 
 

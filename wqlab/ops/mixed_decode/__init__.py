@@ -17,10 +17,15 @@ from torch import Tensor
 from wqlab.errors import ParameterError, UnsupportedError
 from wqlab.ops.mixed_decode import reference
 from wqlab.ops.mixed_decode.operands import DTYPES, FragmentSegment, MixedKV, PackedTensor, Segment
+from wqlab.quantizers import Quantized
 
-__all__ = ["Backend", "Choice", "FragmentSegment", "MixedKV", "PackedTensor", "Segment", "explain", "mixed_decode"]
+__all__ = [
+    "Backend", "Choice", "FragmentSegment", "Layout", "MixedKV", "PackedTensor", "Segment", "explain", "mixed_decode",
+    "preferred_layout",
+]  # fmt: skip
 
 Backend = Literal["auto", "cuda", "triton", "reference"]
+Layout = Literal["bitpack-v1", "fragments-v1"]
 _log = logging.getLogger(__name__)
 
 
@@ -76,6 +81,20 @@ def mixed_decode(query: Tensor, packed: MixedKV, scaling: float | None = None, b
     from wqlab.ops.mixed_decode import triton_kernel
 
     return triton_kernel.attend(query, packed, factor)
+
+
+def preferred_layout(encoded: Quantized) -> Layout:
+    """Return how to pack windows so that the fastest backend for their device can read them.
+
+    Parameters
+    ----------
+    encoded : Quantized
+        Keys or values.
+    """
+    from wqlab.ops.mixed_decode import cuda_kernel
+
+    taken = cuda_kernel.takes(encoded.spec, encoded.codes.shape[3], encoded.scale.dtype)
+    return "fragments-v1" if taken and cuda_kernel.why_not_here(encoded.codes.device, by_name=False) is None else "bitpack-v1"
 
 
 def explain(query: Tensor, packed: MixedKV, backend: Backend = "auto") -> Choice:

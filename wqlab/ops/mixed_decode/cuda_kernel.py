@@ -15,6 +15,7 @@ from wqlab import codegen
 from wqlab.errors import ParameterError
 from wqlab.layouts import fragments
 from wqlab.ops.mixed_decode.operands import FragmentSegment, MixedKV, Segment
+from wqlab.types import QuantSpec
 
 HEAD_DIMS = fragments.HEAD_DIMS
 #: Oldest architecture with cp.async and mma.m16n8k16.
@@ -117,6 +118,12 @@ class Prepared(NamedTuple):
         if call.output.numel():
             self.kernel.launch(stream, call.grid, (32 * call.tiling.num_warps,), call.tiling.shared_bytes, call.arguments)
         return call.output
+
+
+def takes(spec: QuantSpec, head_dim: int, dtype: torch.dtype) -> bool:
+    """Return whether windows of this kind can lie in fragment order."""
+    whole = spec.window_size % fragments.BLOCK == 0 and spec.granularity == "window_channel"
+    return whole and spec.num_bits in fragments.BITS and head_dim in HEAD_DIMS and dtype == torch.float16
 
 
 def refusal(query: Tensor, cache: MixedKV) -> str | None:

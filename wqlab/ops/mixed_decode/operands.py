@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -167,7 +166,7 @@ class Segment:
 class FragmentSegment:
     """Keys and values of some windows in the order in which the CUDA kernel's tensor cores take them.
 
-    It reads like a `Segment`, for backends that know no fragments: `key` and `value` unpack once, when they are first asked for.
+    It reads like a `Segment`, for backends that know no fragments: `key` and `value` unpack each time they are asked for.
 
     Parameters
     ----------
@@ -247,22 +246,17 @@ class FragmentSegment:
     @property
     def key(self) -> PackedTensor:
         """The keys, row by row."""
-        return self._sides[0]
+        return self._side(0)
 
     @property
     def value(self) -> PackedTensor:
         """The values, row by row."""
-        return self._sides[1]
+        return self._side(1)
 
-    @cached_property
-    def _sides(self) -> tuple[PackedTensor, PackedTensor]:
-        codes = fragments.unpack(self.codes, self.num_bits, self.head_dim)
-        meta = fragments.unpack_meta(self.meta)
-        key, value = (
-            PackedTensor(bitpack.pack(x, self.num_bits), scale, minimum, self.num_bits, self.window_size, self.head_dim)
-            for x, scale, minimum in ((codes[0], meta[0], meta[1]), (codes[1], meta[2], meta[3]))
-        )
-        return key, value
+    def _side(self, which: int) -> PackedTensor:
+        codes = fragments.unpack(self.codes, self.num_bits, self.head_dim)[which]
+        scale, minimum = fragments.unpack_meta(self.meta)[2 * which : 2 * which + 2]
+        return PackedTensor(bitpack.pack(codes, self.num_bits), scale, minimum, self.num_bits, self.window_size, self.head_dim)
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor held."""
