@@ -56,6 +56,8 @@ def test_each_layer_holds_its_plan_and_the_bytes_it_reports(pocket_model, pocket
     assert cache.report()["bytes_held"] == cache.nbytes() == held_bytes([layer.segments for layer in cache.layers])
     assert cache.get_seq_length() == inputs["input_ids"].shape[1] + 5
     assert "bits/element" in cache.describe()
+    assert cache.describe().endswith("windows at 16/4/2 bits in layers 0: 1/1/2, 1: 1/0/3, 2: 2/2/0")
+    assert "\n" not in cache.describe()
 
 
 def test_a_float32_model_may_hold_what_a_gpu_would(pocket_model, pocket_processor):

@@ -222,6 +222,21 @@ class WindowQuantCache(SegmentsCache):
         result: tuple[Tensor, Tensor] = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         return result
 
+    def describe(self) -> str:
+        """Return the report as one line, with the windows per width of every layer, equal neighbours together."""
+        line = super().describe()
+        if self.plan is None:
+            return line
+        widths = (16, 4, 2)
+        counts = [tuple(int((layer == bits).sum()) for bits in widths) for layer in self.plan.bit_widths]
+        groups, first = [], 0
+        for last, count in enumerate(counts):
+            if last + 1 == len(counts) or counts[last + 1] != count:
+                layers = f"{first}" if first == last else f"{first}-{last}"
+                groups.append(f"{layers}: {'/'.join(map(str, count))}")
+                first = last + 1
+        return f"{line}; windows at {'/'.join(map(str, widths))} bits in layers {', '.join(groups)}"
+
     def encode_when_whole(self, layer: WindowQuantLayer) -> None:
         """Encode a layer whose prompt is complete and not yet encoded. A prompt that comes in chunks stays whole until its last."""
         segments = layer.segments
