@@ -34,6 +34,14 @@ __device__ __forceinline__ float low_float(u32 x) { return __low2float(as_half2(
 __device__ __forceinline__ float high_float(u32 x) { return __high2float(as_half2(x)); }
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xFF800000); }
+__device__ __forceinline__ uint4 load_global16(const void* pointer) { return __ldg(static_cast<const uint4*>(pointer)); }
+
+// Rounded up, to nearest; `half_up` returns bits.
+__device__ __forceinline__ float subtract_up(float x, float y) { return __fsub_ru(x, y); }
+__device__ __forceinline__ float divide_up(float x, float y) { return __fdiv_ru(x, y); }
+__device__ __forceinline__ float divide_nearest(float x, float y) { return __fdiv_rn(x, y); }
+__device__ __forceinline__ u32 half_up(float x) { return __half_as_ushort(__float2half_ru(x)); }
+
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -111,6 +111,25 @@ inline u32 multiply2(u32 x, u32 y) {
 inline u32 pack2(float low, float high) { return emulation::pair_of(half(low), half(high)); }
 inline float low_float(u32 x) { return emulation::at(x, 0); }
 inline float high_float(u32 x) { return emulation::at(x, 1); }
+inline uint4 load_global16(const void* pointer) {
+    if (reinterpret_cast<uintptr_t>(pointer) % 16) std::abort();
+    return *static_cast<const uint4*>(pointer);
+}
+// A difference or a quotient of halfs is exact in float64, or so near that rounding up from there is right.
+inline float float_up(double x) {
+    float y = float(x);
+    return double(y) < x ? std::nextafter(y, INFINITY) : y;
+}
+inline float subtract_up(float x, float y) { return float_up(double(x) - double(y)); }
+inline float divide_up(float x, float y) { return float_up(double(x) / double(y)); }
+inline float divide_nearest(float x, float y) { return x / y; }
+inline u32 half_up(float x) {
+    half y = half(x);
+    uint16_t bits;
+    std::memcpy(&bits, &y, 2);
+    return float(y) < x ? bits + 1u : bits;
+}
+using std::fminf;
 inline float minus_infinity() { return -INFINITY; }
 inline float exp2_fast(float x) { return std::exp2(x); }
 template <u32 MASK>

@@ -1,4 +1,4 @@
-"""The CUDA kernel of `mixed_decode` on the CPU: its own source, built by g++ with `tests/emulation/emulate.h` for a GPU."""
+"""CUDA kernels on the CPU: their own source, built by g++ with `tests/emulation/emulate.h` for a GPU."""
 
 import ctypes
 import functools
@@ -8,42 +8,37 @@ from pathlib import Path
 
 import torch
 
-from wqlab.ops.mixed_decode import cuda_kernel
-from wqlab.ops.mixed_decode.cuda_kernel import Arguments, Tiling
+from wqlab.ops.mixed_decode import cuda_kernel, encoder
 
 HEADERS = Path(__file__).parents[1] / "emulation"
 #: Of an H200.
 MULTIPROCESSORS, SHARED_LIMIT = 132, 226 << 10
+_BUILT = tempfile.TemporaryDirectory(prefix="wqlab-emulated-")
 _ENTRY = """
-extern "C" void run(const Arguments* x, unsigned gx, unsigned gy, unsigned gz, int shared_bytes) {
-    emulation::launch(dim3{gx, gy, gz}, 32 * WARPS, shared_bytes, [=] { mixed_decode(*x); });
+extern "C" void run(const Arguments* x, unsigned gx, unsigned gy, unsigned gz, unsigned threads, int shared_bytes) {
+    emulation::launch(dim3{gx, gy, gz}, threads, shared_bytes, [=] { %s(*x); });
 }
 extern "C" int size_of_arguments() { return sizeof(Arguments); }
 """
 
 
 @functools.cache
-def library(tiling: Tiling, truncated: bool) -> ctypes.CDLL:
-    folder = Path(tempfile.mkdtemp(prefix="wqlab-emulated-"))
-    (folder / "kernel.cpp").write_text(cuda_kernel.source(tiling) + _ENTRY)
-    flags = ["-DWQLAB_EMULATED", *(["-DWQLAB_TRUNCATED"] if truncated else []), f"-I{HEADERS}"]
-    command = [
-        "g++",
-        "-std=c++17",
-        "-O2",
-        "-w",
-        "-shared",
-        "-fPIC",
-        *flags,
-        "-o",
-        str(folder / "kernel.so"),
-        str(folder / "kernel.cpp"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def library(source: str, kernel: str, truncated: bool = False) -> ctypes.CDLL:
+    """Build a kernel's source as a shared library with one function, ``run``."""
+    folder = Path(tempfile.mkdtemp(dir=_BUILT.name))
+    written, built = folder / "kernel.cpp", folder / "kernel.so"
+    written.write_text(source + _ENTRY % kernel)
+    flags = ["-std=c++17", "-O2", "-w", "-shared", "-fPIC", "-DWQLAB_EMULATED", f"-I{HEADERS}"]
+    if truncated:
+        flags.append("-DWQLAB_TRUNCATED")
+    done = subprocess.run(["g++", *flags, "-o", built, written], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:4000]
-    loaded = ctypes.CDLL(str(folder / "kernel.so"))
-    assert loaded.size_of_arguments() == ctypes.sizeof(Arguments)
-    return loaded
+    return ctypes.CDLL(str(built))
+
+
+def launch(loaded, arguments, grid, threads, shared_bytes):
+    assert loaded.size_of_arguments() == ctypes.sizeof(arguments)
+    loaded.run(ctypes.byref(arguments), *(*grid, 1, 1)[:3], threads, shared_bytes)
 
 
 def attend(query, cache, scaling=None, num_splits=3, truncated=False, multiprocessors=MULTIPROCESSORS):
@@ -55,5 +50,17 @@ def attend(query, cache, scaling=None, num_splits=3, truncated=False, multiproce
         if tensor.dtype == torch.float32:
             tensor.fill_(torch.nan)  # the partial results
     call.output.fill_(torch.nan)
-    library(call.tiling, truncated).run(ctypes.byref(call.arguments), *call.grid, call.tiling.shared_bytes)
+    loaded = library(cuda_kernel.source(call.tiling), "mixed_decode", truncated)
+    launch(loaded, call.arguments, call.grid, 32 * call.tiling.num_warps, call.tiling.shared_bytes)
     return call.output
+
+
+def encode(key, value, positions, num_bits, window_size):
+    """What `encoder.encode_windows` does with its kernel, on the CPU."""
+    call = encoder.prepare(key, value, positions, num_bits, window_size)
+    call.segment.codes.fill_(0xFF)
+    call.segment.meta.fill_(torch.nan)
+    loaded = library(encoder.source(key.shape[3], num_bits, window_size), "encode_windows")
+    launch(loaded, call.arguments, call.grid, 128, call.shared_bytes)
+    encoder.raise_if_spoiled(call.spoiled)
+    return call.segment

@@ -16,6 +16,7 @@ from torch import Tensor
 from wqlab.errors import ParameterError, UnsupportedError
 from wqlab.layouts import bitpack
 from wqlab.ops.mixed_decode import Layout, preferred_layout
+from wqlab.ops.mixed_decode.encoder import encode_windows
 from wqlab.ops.mixed_decode.operands import FragmentSegment, MixedKV, PackedTensor, Segment
 from wqlab.quantizers import Quantized, Quantizer, check_finite
 
@@ -264,14 +265,19 @@ class MixedSegments:
         windows = windows.gather(1, order[:, :, None].expand_as(windows))
         longest = int((~lacking).sum(1).max())
         positions = windows[:, :longest].flatten(1).to(torch.int32)
+        assert self.key is not None
+        assert self.value is not None
+        spec = pair[0].spec
+        layout = self.layout or preferred_layout(spec, self.key.shape[3], self.key.dtype, self.key.device)
+        if layout == "fragments-v1" and all(quantizer.name == "rtn" for quantizer in pair):
+            return _Packed.of(encode_windows(self.key, self.value, positions, spec.num_bits, spec.window_size), positions)
         sides = []
         for dense, quantizer in zip((self.key, self.value), pair, strict=True):
-            assert dense is not None
             x = _taken(dense, positions)
             check_finite(x, quantizer.role)
             sides.append(quantizer.quantize(x))
         key, value = sides
-        if (self.layout or preferred_layout(key)) == "fragments-v1":
+        if layout == "fragments-v1":
             return _Packed.of(FragmentSegment.pack(key, value), positions)
         return _Packed.of(Segment(PackedTensor.pack(key), PackedTensor.pack(value)), positions)
 

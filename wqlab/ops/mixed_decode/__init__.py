@@ -12,12 +12,13 @@ import logging
 import math
 from typing import Literal, NamedTuple, get_args
 
+import torch
 from torch import Tensor
 
 from wqlab.errors import ParameterError, UnsupportedError
 from wqlab.ops.mixed_decode import reference
 from wqlab.ops.mixed_decode.operands import DTYPES, FragmentSegment, MixedKV, PackedTensor, Segment
-from wqlab.quantizers import Quantized
+from wqlab.types import QuantSpec
 
 __all__ = [
     "Backend", "Choice", "FragmentSegment", "Layout", "MixedKV", "PackedTensor", "Segment", "explain", "mixed_decode",
@@ -83,18 +84,24 @@ def mixed_decode(query: Tensor, packed: MixedKV, scaling: float | None = None, b
     return triton_kernel.attend(query, packed, factor)
 
 
-def preferred_layout(encoded: Quantized) -> Layout:
-    """Return how to pack windows so that the fastest backend for their device can read them.
+def preferred_layout(spec: QuantSpec, head_dim: int, dtype: torch.dtype, device: torch.device) -> Layout:
+    """Return how to pack windows of this kind so that the fastest backend on `device` can read them.
 
     Parameters
     ----------
-    encoded : Quantized
-        Keys or values.
+    spec : QuantSpec
+        Of keys and values.
+    head_dim : int
+        Channels per head.
+    dtype : torch.dtype
+        Of tokens and metadata.
+    device : torch.device
+        Where they lie.
     """
     from wqlab.ops.mixed_decode import cuda_kernel
 
-    taken = cuda_kernel.takes(encoded.spec, encoded.codes.shape[3], encoded.scale.dtype)
-    return "fragments-v1" if taken and cuda_kernel.why_not_here(encoded.codes.device, by_name=False) is None else "bitpack-v1"
+    taken = cuda_kernel.takes(spec, head_dim, dtype) and cuda_kernel.why_not_here(device, by_name=False) is None
+    return "fragments-v1" if taken else "bitpack-v1"
 
 
 def explain(query: Tensor, packed: MixedKV, backend: Backend = "auto") -> Choice:
