@@ -117,6 +117,7 @@ struct Arrival {
 __device__ __forceinline__ void prepare(Arrival* arrival) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(arrival)) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine sees the barrier as it is now
 }
 __device__ __forceinline__ void copy_run(void* to, const void* from, u32 bytes, Arrival* arrival) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
