@@ -181,3 +181,9 @@ def test_make_refuses_an_old_python_in_one_line(tmp_path):
     assert done.returncode != 0
     assert f"wqlab needs Python 3.11 or newer; {old} is 3.9.1. Name another one: make test PYTHON=python3.11" in done.stderr
     assert not (tmp_path / "venv").exists()
+
+
+def test_no_two_test_files_share_a_name():
+    """pytest imports them by their names alone, so a second one would stop the whole collection."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name not in ("conftest.py", "__init__.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
