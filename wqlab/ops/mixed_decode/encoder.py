@@ -1,7 +1,7 @@
 """Tokens of a layer to windows in fragment order: quantize, reorder and pack (WindowQuant, Eq. 14-16 and section 3.3).
 
 `encode_windows` runs ``kernels/encode_windows.cu.j2`` where it can, one pass over the tokens; elsewhere the RTN quantizer and
-`FragmentSegment.pack`, which are its twin: codes and metadata are equal to the bit.
+`FragmentSegment.pack`, which are its twin: codes and metadata are equal to the bit, but for the sign of a minimum of zero.
 """
 
 from __future__ import annotations
