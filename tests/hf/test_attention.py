@@ -267,6 +267,12 @@ def test_the_words_that_windows_are_compared_with(case):
     question = WindowQuantCache.prepare(case.model, case.inputs, **options)
     everything = WindowQuantCache.prepare(case.model, case.inputs, text="all", **options)
     assert question.plan.num_windows == everything.plan.num_windows
+    adapter, ids = for_model(case.model), case.inputs["input_ids"]
+    read, visual = case.inputs["attention_mask"] != 0, adapter.visual_positions(case.model, case.inputs)
+    weight = case.model.get_input_embeddings().weight
+    for row, words in enumerate(adapter.text_embeddings(case.model, case.inputs, "all")):
+        assert torch.equal(words, weight[ids[row][read[row] & ~visual[row]]])
+        assert len(words) > len(case.asked[row])
     with pytest.raises(ParameterError, match="text = 'some'"):
         WindowQuantCache.prepare(case.model, case.inputs, text="some", **options)
     # Nothing is asked after the first row's video.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from wqlab.layouts import fragments
 from wqlab.ops.mixed_decode import cuda_kernel
 from wqlab.ops.mixed_decode.operands import FragmentSegment
 
+_log = logging.getLogger(__name__)
 _THREADS = 128
 _Pointer, _Long, _Int = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
 
@@ -81,6 +83,8 @@ def encode_windows(
     refusal = _strides(key, value) or cuda_kernel.why_not_here(key.device, by_name=backend == "cuda")
     if backend == "cuda" and refusal is not None:
         raise UnsupportedError(f"backend 'cuda' cannot encode these windows: {refusal}; use backend='reference' or 'auto'")
+    if backend == "auto" and refusal is not None and key.is_cuda:
+        _log.warning("encode_windows runs the slow reference: %s", refusal)
     if backend == "reference" or refusal is not None:
         return _reference(key, value, positions, num_bits, window_size)
     call = prepare(key, value, positions, num_bits, window_size)
