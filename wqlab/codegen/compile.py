@@ -104,7 +104,7 @@ def _compile(source: str, arch: str, given: dict[str, object], version: tuple[in
     except ImportError as error:
         raise MissingPartError(f"compiling CUDA C++ needs the package cuda-core ({error}); {_INSTALL}") from error
     _check(arch, given, {f.name for f in dataclasses.fields(core.ProgramOptions)})
-    settings: dict[str, Any] = {"std": "c++17", "ptxas_options": [], **given}
+    settings: dict[str, Any] = {"std": "c++17", "no_cache": True, "ptxas_options": [], **given}
     more = settings["ptxas_options"]
     settings["ptxas_options"] = ["-v", *([more] if isinstance(more, str) else more)]
     if re.search(r"^\s*#\s*include\s*[<\"]", source, re.MULTILINE):
