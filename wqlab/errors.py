@@ -50,6 +50,10 @@ class RecordError(WqlabError):
     """A record whose table does not match its provenance or its schema."""
 
 
+class LimitError(WqlabError):
+    """A measured result outside a limit that it has to keep. It has been recorded; the message names the cases."""
+
+
 class DamagedFileError(WqlabError):
     """A file whose content does not match its checksum or its format. The damaged file is kept, under another name."""
 
