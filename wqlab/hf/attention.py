@@ -19,6 +19,7 @@ from wqlab.errors import ParameterError, UnsupportedError
 from wqlab.ops.mixed_decode import mixed_decode
 
 if TYPE_CHECKING:
+    from wqlab.hf.frozen_cache import FrozenLayer
     from wqlab.hf.window_cache import WindowQuantLayer
 
 #: Under which transformers knows the attention and its mask.
@@ -28,7 +29,7 @@ MAX_QUERY_TOKENS = 64
 _CARRIED = "_wqlab_layer"
 
 
-def carrying(key: Tensor, layer: WindowQuantLayer) -> Tensor:
+def carrying(key: Tensor, layer: WindowQuantLayer | FrozenLayer) -> Tensor:
     """Return `key` with the layer on it."""
     setattr(key, _CARRIED, layer)
     return key
@@ -38,9 +39,11 @@ def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Return attention [batch, q_len, heads, head_dim]; what transformers calls."""
-    layer: WindowQuantLayer | None = getattr(key, _CARRIED, None)
+    layer: WindowQuantLayer | FrozenLayer | None = getattr(key, _CARRIED, None)
     if layer is not None:
         layer.read_by(module.config)  # type: ignore[arg-type]
+        if layer.is_frozen:
+            return _frozen(layer, query, attention_mask, kwargs), None
         if not key.shape[2]:
             if _is_plain(attention_mask, query.shape[2], len(layer.segments), kwargs.get("sliding_window")):
                 visible = None if attention_mask is None else attention_mask[:, 0, -1]
@@ -48,6 +51,18 @@ def _attention(
             key, value = layer.segments.dequantize(query.dtype)
     result: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     return result
+
+
+def _frozen(layer: FrozenLayer, query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+    """Return attention of one token over a layer that knows its own length and padding."""
+    window = options.get("sliding_window")
+    if mask is not None or (window is not None and window < layer.get_seq_length()):
+        why = "a mask was given" if mask is not None else f"there is a sliding window of {window} tokens"
+        raise UnsupportedError(
+            f"a frozen cache shows every token that was no padding when it was frozen, but {why}; give the padding to freeze() and "
+            "no attention mask to the model, or use the cache without freezing it"
+        )
+    return layer.store.attend(query, options.get("scaling")).transpose(1, 2).contiguous()
 
 
 def _is_plain(mask: Tensor | None, q_len: int, seq_len: int, sliding_window: int | None) -> bool:

@@ -18,6 +18,7 @@ from wqlab.hf.adapters import Text, for_model
 from wqlab.hf.attention import MAX_QUERY_TOKENS, NAME, carrying, packed_attention
 from wqlab.hf.cache import SegmentsCache, SegmentsLayer, cache_argument
 from wqlab.hf.capture import capture_importance, decoder_layers
+from wqlab.hf.frozen_cache import FrozenCache
 from wqlab.types import Granularity, WindowPlan
 from wqlab.windows.plan import on_host
 from wqlab.windows.search import search
@@ -37,6 +38,8 @@ class WindowQuantLayer(SegmentsLayer):
     layer_idx : int
         Which layer of the plan this is.
     """
+
+    is_frozen: Literal[False] = False
 
     def __init__(self, cache: WindowQuantCache, layer_idx: int) -> None:
         super().__init__(layer_idx, lambda: MixedSegments(cache.quantizers))
@@ -221,6 +224,41 @@ class WindowQuantCache(SegmentsCache):
             )
         result: tuple[Tensor, Tensor] = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         return result
+
+    def freeze(self, max_new_tokens: int, attention_mask: Tensor | None = None) -> FrozenCache:
+        """Return a cache of fixed size that goes on from here, for decode steps in a CUDA graph (`wqlab.hf.decode_graph`).
+
+        Packed windows are shared with this cache, the full-precision tokens are copied; drop this cache to free them.
+
+        Parameters
+        ----------
+        max_new_tokens : int
+            Tokens that it will have room for.
+        attention_mask : Tensor, optional
+            [batch, tokens so far]: 0 for padding. Default: there is none.
+
+        Raises
+        ------
+        ParameterError
+            Before the prompt was read, without room, or for a mask of another shape.
+        UnsupportedError
+            When the layers lie on several devices.
+        """
+        held = self.get_seq_length()
+        if not held or not all(layer.whole for layer in self.layers):
+            raise ParameterError(
+                f"the cache holds {held} of the prompt's {self._prompt_len or 'unknown number of'} tokens; freeze it when it holds "
+                "all of them"
+            )
+        visible = next_position = None
+        if attention_mask is not None:
+            wanted = [self.layers[0].segments.batch, held]
+            if list(attention_mask.shape) != wanted:
+                raise ParameterError(f"attention_mask {list(attention_mask.shape)} must be {wanted}: the tokens so far")
+            visible = attention_mask.to(self.layers[0].device).bool()
+            next_position = visible.sum(1)
+        layers = [layer.segments.parts(visible) for layer in self.layers]
+        return FrozenCache.of(layers, held, max_new_tokens, next_position)
 
     def describe(self) -> str:
         """Return the report as one line, with the windows per width of every layer, equal neighbours together."""
