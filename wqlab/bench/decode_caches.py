@@ -65,18 +65,29 @@ class Bytes(NamedTuple):
         return sum(self)
 
 
-def split_tokens(seq_len: int, mix: str) -> Tokens:
+def split_tokens(seq_len: int, mix: str | Tokens) -> Tokens:
     """Return the tokens per width: whole windows of 32, those of 2 bits take what rounding leaves.
+
+    Parameters
+    ----------
+    seq_len : int
+        Tokens of a row.
+    mix : str or Tokens
+        One of `MIXES`, or the tokens themselves.
 
     Raises
     ------
     ParameterError
-        For a length that is not whole windows, or a mix that is none of `MIXES`.
+        For a length that is not whole windows, a mix that is none of `MIXES`, or tokens that are not those of a row.
     """
     if seq_len % WINDOW_SIZE or seq_len < WINDOW_SIZE:
         raise ParameterError(
             f"seq_len = {seq_len} is not whole windows of {WINDOW_SIZE} tokens; choose a multiple of {WINDOW_SIZE}"
         )
+    if isinstance(mix, Tokens):
+        if sum(mix) != seq_len or any(n < 0 or n % WINDOW_SIZE for n in mix):
+            raise ParameterError(f"{mix} are not whole windows of {WINDOW_SIZE} tokens that make {seq_len} together")
+        return mix
     if mix not in MIXES:
         raise ParameterError(f"mix = {mix!r} is not one of {', '.join(MIXES)}")
     windows = seq_len // WINDOW_SIZE
@@ -84,7 +95,7 @@ def split_tokens(seq_len: int, mix: str) -> Tokens:
     return Tokens(*(WINDOW_SIZE * n for n in (dense, four, windows - dense - four)))
 
 
-def cache_bytes(shape: Shape, mix: str) -> Bytes:
+def cache_bytes(shape: Shape, mix: str | Tokens) -> Bytes:
     """Return the bytes of keys and values: halfs, codes, and a half of scale and of minimum per window and channel."""
     tokens = split_tokens(shape.seq_len, mix)
     row = 2 * shape.batch * shape.num_kv_heads * shape.head_dim  # one token's elements, keys and values
@@ -92,7 +103,7 @@ def cache_bytes(shape: Shape, mix: str) -> Bytes:
     return Bytes(2 * row * tokens.dense, codes, 4 * row * (tokens.four + tokens.two) // WINDOW_SIZE)
 
 
-def random_cache(shape: Shape, mix: str, generator: torch.Generator, fragments: bool = True) -> MixedKV:
+def random_cache(shape: Shape, mix: str | Tokens, generator: torch.Generator, fragments: bool = True) -> MixedKV:
     """Return a cache of random bytes, made where `generator` lives; values lie within about +-2, so scores are as in a model.
 
     A cache sorts its windows by width, so the order in which the widths arrived reaches no kernel; what is random is the content.
@@ -101,8 +112,8 @@ def random_cache(shape: Shape, mix: str, generator: torch.Generator, fragments: 
     ----------
     shape : Shape
         Of the decode step.
-    mix : str
-        One of `MIXES`.
+    mix : str or Tokens
+        One of `MIXES`, or how many tokens a row holds in each width.
     generator : torch.Generator
         Its device is the cache's.
     fragments : bool

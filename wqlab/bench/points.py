@@ -8,7 +8,7 @@ import math
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from wqlab import paths, progress, records
@@ -78,6 +78,7 @@ class PointBench(Bench):
         out_of_time = clock()
         rows: list[Row] = []
         data = pd.DataFrame()
+        provenance = environment.provenance(f"wqlab bench {self.name}")
         points = self.points(quick)
         for i, point in enumerate(points):
             if rows and out_of_time():
@@ -89,19 +90,17 @@ class PointBench(Bench):
                 rows += self.rows(point, device, _QUICK_REPEATS if quick else _REPEATS)
             except (WqlabError, RuntimeError) as failed:  # the other points may still be measured
                 rows.append({**self.name_of(point), "note": in_one_line(failed)})
-            data = self._table(rows)
-            found = environment.provenance(f"wqlab bench {self.name}")
-            records.write(self.name, environment.gpu_key(), data, self.columns, found, paths.cache_dir() / "bench")
+            data = self._table(rows, provenance)
+            records.write(self.name, environment.gpu_key(), data, self.columns, provenance, paths.cache_dir() / "bench")
         return data
 
-    def _table(self, rows: list[Row]) -> pd.DataFrame:
+    def _table(self, rows: list[Row], made: dict[str, Any]) -> pd.DataFrame:
         import pandas as pd
 
         data = pd.DataFrame(rows).reindex(columns=list(self.columns))
         measured = [name for name in self.columns if name.endswith(("_us", "_error"))]
         data = data.astype(dict.fromkeys(measured, float) | dict.fromkeys(self.whole, "Int64"))
-        found = environment.provenance()
-        data["provenance"] = f"{environment.hardware_line()}, commit {found['git_commit'][:12]}, {found['date'][:10]}"
+        data["provenance"] = f"{environment.hardware_line()}, commit {made['git_commit'][:12]}, {made['date'][:10]}"
         for name in data.columns:
             if data[name].dtype == object:
                 data[name] = data[name].where(data[name].notna(), "")
@@ -118,12 +117,12 @@ def clock() -> Callable[[], bool]:
     return lambda: time.perf_counter() - start > seconds
 
 
-def timed(launches: list[Callable[[], Tensor]], device: torch.device, repeats: int, error_of: Callable[[Tensor], float]) -> Row:
+def timed(launches: Sequence[Callable[[], Tensor]], device: torch.device, repeats: int, error_of: Callable[[Tensor], float]) -> Row:
     """Return the columns of an arrangement: latency, spread and error; a note instead of a time where the result is wrong.
 
     Parameters
     ----------
-    launches : list of callable
+    launches : sequence of callable
         One per copy of the cache; each returns its output.
     device : torch.device
         Where they run.
