@@ -71,7 +71,8 @@ class FrozenCache(Cache):  # type: ignore[misc]
     Notes
     -----
     It can only be read packed: run the model inside `wqlab.hf.attention.packed_attention`, or let
-    `wqlab.hf.decode_graph.DecodeGraph` do it. Padding is that of the time when it was frozen, so no attention mask is given any more.
+    `wqlab.hf.decode_graph.DecodeGraph` do it. Padding is that of the time when it was frozen, so no attention mask is given any
+    more.
     """
 
     def __init__(self, stores: Sequence[Store], steps: Steps, seq_len: int, next_position: Tensor | None = None) -> None:
