@@ -22,7 +22,7 @@ ENDED = "launches: 40, wrong results: 0"
             "=========     at mixed_decode+0x40\n========= ERROR SUMMARY: 1 error",
             86, "found: Invalid __global__ read of size 4 bytes; at mixed_decode+0x40; ERROR SUMMARY: 1 error", 1,
         ),
-        (f"========= Warning: Race\n{ENDED}\n========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)", 86, "found", 2),
+        (f"========= Warning: Race\n{ENDED}\n========= RACECHECK SUMMARY: 2 hazards displayed (1 error)", 86, "found", 2),
         ("========= Error: Target application terminated before first instrumented API call", 1, "unavailable: it ended", None),
         ("it did not end within 300 s", 124, "unavailable: it ended with exit code 124", None),
         ("a: relative error inf, wrong\nlaunches: 40, wrong results: 1\n========= ERROR SUMMARY: 0 errors", 1, "unavailable", None),
