@@ -292,6 +292,36 @@ def bench(
 
 
 @app.command()
+def measure(
+    resume: Annotated[bool, typer.Option("--resume", help="Keep records that the same code, packages and GPU made.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(help="A bench; repeat it for several. Default: every one.", show_default=False)
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the records.")] = Path("measured"),
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller, to see that all of it runs.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run every bench on this machine's GPU: ours here, ours recorded, theirs and the papers' numbers side by side."""
+    from wqlab import measure as room
+
+    try:
+        with terminal.steps("benches", terminal.err if as_json else terminal.out) as tell:
+            report = room.measure(only or [], out, resume=resume, quick=quick, listener=tell)
+    except KeyboardInterrupt:
+        terminal.err.print("wqlab measure --resume goes on behind the benches that have ended", highlight=False)
+        raise
+    if as_json:
+        terminal.print_json(report.to_dict())
+    else:
+        terminal.out.print(room.table(report))
+        terminal.out.print(room.footnote(report), highlight=False)
+    if report.failed:
+        raise _IncompleteError(
+            f"{', '.join(report.failed)} failed or broke a limit, see above; `wqlab measure --resume` tries only what has no record"
+        )
+
+
+@app.command()
 def claims(
     paper: Annotated[str | None, typer.Option(help="windowquant or vqllm; both when not given.")] = None,
     as_json: AsJson = False,

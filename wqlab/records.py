@@ -19,8 +19,8 @@ from wqlab.types import Evidence, Input
 if TYPE_CHECKING:
     import pandas as pd
 
-#: Folder names under data/recorded: the GPUs of the design, and `cpu` for what needs none.
-GPU_KEYS = ("rtx4090", "a40", "a100", "a800", "h100", "h200", "l40s", "cpu")
+#: Folder names under data/recorded: the GPUs of the design, `other` for all others (a record names its GPU), `cpu` for none.
+GPU_KEYS = ("rtx4090", "a40", "a100", "a800", "h100", "h200", "l40s", "other", "cpu")
 
 _REQUIRED = ("name", "table", "sha256", "rows", "columns", "hardware", "versions", "git_commit", "date", "command")
 #: A CSV can be read in a diff; past this many rows parquet is the better file.

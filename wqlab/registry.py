@@ -65,6 +65,11 @@ def add_package(kind: str, package: str) -> None:
         _PACKAGES[kind].append(package)
 
 
+def packages(kind: str) -> list[str]:
+    """Return the packages that are searched for entries of `kind`."""
+    return list(_PACKAGES[kind])
+
+
 def lookup(kind: str, name: str) -> Any:
     """Return the entry `name` of `kind`, importing the module of that name first.
 

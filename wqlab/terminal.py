@@ -52,8 +52,8 @@ def fetch_bar() -> Iterator[Callable[[str, int, int], None]]:
 
 
 @contextmanager
-def steps(text: str) -> Iterator[Callable[[str, str, str], None]]:
-    """Print a line per finished or failed stem; on a terminal show what runs and how many are done as well."""
+def steps(text: str, lines: Console = out) -> Iterator[Callable[[str, str, str], None]]:
+    """Print a line per finished stem, on stderr one per failed stem; on a terminal show what runs and how many are done as well."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as shown:
         overall = shown.add_task(text)
@@ -72,7 +72,7 @@ def steps(text: str) -> Iterator[Callable[[str, str, str], None]]:
                 shown.remove_task(running.pop(stem))
             shown.advance(overall)
             seconds = f" ({time.perf_counter() - began[stem]:.1f} s)" if stem in began else ""
-            stream = err if event == "failed" else out
+            stream = err if event == "failed" else lines
             stream.print(f"{event:8s} {stem}{seconds}: {one_line(detail)}", highlight=False, soft_wrap=True, markup=False)
 
         yield tell

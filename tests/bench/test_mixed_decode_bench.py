@@ -153,6 +153,15 @@ def test_the_summary_is_the_geometric_mean_over_large_caches():
     assert found["fraction_of_floor"][0] == pytest.approx(0.5)
 
 
+def test_the_headlines_are_the_first_shape_and_the_means():
+    shape = dict(zip(SHAPES[0]._fields, SHAPES[0], strict=True))
+    found = MixedDecodeBench().headlines(with_floor(table(torch_flash_us=[4000, 8000, 10], **shape), 4e12))
+    by_name = {h.metric: h for h in found}
+    assert by_name["b at (8, 28, 4, 25600, 128)"][1:4] == (10, 10, "us")
+    assert by_name["a, mean over 2 large shapes, times as fast as FP16"].ours == pytest.approx(4)
+    assert by_name["a, mean over 2 large shapes, of the floor"].ours == pytest.approx(0.5)
+
+
 def test_copies_fill_four_times_the_cache(monkeypatch):
     device = torch.device("cpu")
     monkeypatch.setattr(timing, "l2_bytes", lambda device: 60 << 20)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from wqlab import paths
-from wqlab.bench import Bench
+from wqlab.bench import Bench, Headline
 from wqlab.errors import MissingPartError
 from wqlab.registry import register
 
@@ -110,6 +110,12 @@ class HouseBench(Bench):
         "seconds": "wall time, s",
         "peak_memory_gb": "largest resident memory over all its processes, GB; empty where it was not sampled",
     }
+
+    def headlines(self, data: pd.DataFrame) -> list[Headline]:
+        """Return the median time of every case."""
+        return [
+            Headline(str(case), float(times.median()), None, "s") for case, times in data.groupby("case", sort=False)["seconds"]
+        ]
 
     def measure(self, quick: bool = False) -> pd.DataFrame:
         """Return one row per case and repetition; quick leaves out the full main job and the tests."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from wqlab import paths, progress, records
-from wqlab.bench import Bench, attention_baselines
+from wqlab.bench import Bench, Headline, attention_baselines
 from wqlab.bench.decode_caches import MIXES, Shape, cache_bytes, random_cache, relative_error
 from wqlab.errors import MissingPartError, ParameterError, WqlabError
 from wqlab.profile import environment
@@ -203,6 +203,20 @@ class MixedDecodeBench(Bench):
                 row |= {**found, "note": "; ".join(filter(None, [row.get("note"), found.get("note")]))}
                 data = self._keep(rows, bandwidth)
         return data
+
+    def headlines(self, data: pd.DataFrame) -> list[Headline]:
+        """Return the first shape's time per mix beside the fastest FP16 baseline's, and means over the large shapes."""
+        found = []
+        first = SHAPES[0]
+        for row in data.to_dict("records"):
+            if tuple(row[name] for name in Shape._fields) == first:
+                found.append(Headline(f"{row['mix']} at {tuple(first)}", row["latency_us"], row["baseline_us"], "us"))
+                found.append(Headline(f"{row['mix']} at {tuple(first)}, of the floor", row["fraction_of_floor"], None, "ratio"))
+        for row in summary(data).to_dict("records"):
+            name = f"{row['mix']}, mean over {row['shapes']} large shapes"
+            found.append(Headline(f"{name}, times as fast as FP16", row["ratio"], 1.0, "ratio"))
+            found.append(Headline(f"{name}, of the floor", row["fraction_of_floor"], None, "ratio"))
+        return found
 
     def _keep(self, rows: list[dict[str, Any]], bandwidth: float) -> pd.DataFrame:
         """Return the table, which is also written as a record to the cache folder."""

@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 
 from wqlab import paths, records
-from wqlab.errors import UnknownNameError
 
 #: Packages whose versions can change a result.
 _PACKAGES = ("wqlab", "torch", "triton", "transformers", "numpy", "pandas", "matplotlib", "seaborn", "safetensors", "gguf")
@@ -55,21 +54,12 @@ def hardware() -> dict[str, Any]:
 
 
 def gpu_key() -> str:
-    """Return the key under which this machine's records are kept, ``"cpu"`` without CUDA.
-
-    Raises
-    ------
-    UnknownNameError
-        For a GPU that has no key yet.
-    """
+    """Return the key under which this machine's records are kept: ``"cpu"`` without CUDA, ``"other"`` for a GPU without its own."""
     gpus = hardware()["gpus"]
     if not gpus:
         return "cpu"
     squeezed = gpus[0].lower().replace(" ", "").replace("-", "")
-    for key in records.GPU_KEYS:
-        if key in squeezed:
-            return key
-    raise UnknownNameError("GPU", gpus[0], records.GPU_KEYS)
+    return next((key for key in records.GPU_KEYS if key in squeezed), "other")
 
 
 def hardware_line() -> str:
