@@ -3,7 +3,6 @@
 #pragma once
 
 using u32 = unsigned int;
-using u64 = unsigned long long;
 
 // Accumulators of one 16 x 8 tile: rows g and g + 8, columns 2t and 2t + 1.
 struct Tile {
@@ -48,19 +47,24 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-// (x & mask) | 0x64006400 in one instruction: a code of few bits becomes the half 1024 + code.
-template <u32 MASK>
-__device__ __forceinline__ u32 codes_to_halfs(u32 x) {
-    u32 y;
-    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(y) : "r"(x), "n"(MASK), "n"(0x64006400));
-    return y;
-}
-
 // c += a b, 16 x 8 x 16, products exact, sums in float32.
 __device__ __forceinline__ void multiply_add(Tile& c, const Rows16& a, const Columns8& b) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c.c0), "+f"(c.c1), "+f"(c.c2), "+f"(c.c3)
         : "r"(a.a0), "r"(a.a1), "r"(a.a2), "r"(a.a3), "r"(b.b0), "r"(b.b1));
+}
+// The same, and the compiler keeps such products in the order in which they are written.
+__device__ __forceinline__ void multiply_add_in_order(Tile& c, const Rows16& a, const Columns8& b) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c.c0), "+f"(c.c1), "+f"(c.c2), "+f"(c.c3)
+        : "r"(a.a0), "r"(a.a1), "r"(a.a2), "r"(a.a3), "r"(b.b0), "r"(b.b1));
+}
+
+// c += a b, 16 x 8 x 8: a0 is (row g, columns 2t and 2t + 1), a1 row g + 8; b is (rows 2t and 2t + 1, column g).
+__device__ __forceinline__ void multiply_add(Tile& c, u32 a0, u32 a1, u32 b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+f"(c.c0), "+f"(c.c1), "+f"(c.c2), "+f"(c.c3)
+        : "r"(a0), "r"(a1), "r"(b));
 }
 
 // Transposes an 8 x 8 matrix of halfs: from (row g, columns 2t and 2t + 1) to (column g, rows 2t and 2t + 1).
@@ -107,53 +111,26 @@ __device__ __forceinline__ void publish_block() {
 __device__ __forceinline__ void receive_block() { __threadfence(); }
 __device__ __forceinline__ unsigned count_up(unsigned* counter, unsigned most) { return atomicInc(counter, most); }
 
-// Copies that land in shared memory while the warp works. All lanes start the copies of one unit and `close` it; `wait_for` then waits
-// for the oldest unit. From sm_90 on the copy engine does it, one instruction per contiguous run; before, each lane takes 16 bytes at
-// a time. Addresses and sizes are multiples of 16.
-#if __CUDA_ARCH__ >= 900
-struct Arrival {
-    u64 barrier;
-};
-__device__ __forceinline__ void prepare(Arrival* arrival) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(arrival)) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine sees the barrier as it is now
+// Past the L1 cache, from a multiple of their size.
+__device__ __forceinline__ void load_newest(float (&x)[1], const float* pointer) { x[0] = __ldcg(pointer); }
+__device__ __forceinline__ void load_newest(float (&x)[2], const float* pointer) {
+    const float2 y = __ldcg(reinterpret_cast<const float2*>(pointer));
+    x[0] = y.x, x[1] = y.y;
 }
-__device__ __forceinline__ void copy_run(void* to, const void* from, u32 bytes, Arrival* arrival) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
-                 "l"(from), "r"(bytes), "r"(shared_address(arrival)) : "memory");
+__device__ __forceinline__ void load_newest(float (&x)[4], const float* pointer) {
+    const float4 y = __ldcg(reinterpret_cast<const float4*>(pointer));
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
 }
-__device__ __forceinline__ void copy_together(int lane, void* to, const void* from, u32 bytes, Arrival* arrival) {
-    if (lane == 0) copy_run(to, from, bytes, arrival);
-}
-__device__ __forceinline__ void close(int lane, Arrival* arrival, u32 bytes) {
-    if (lane == 0)
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(arrival)), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void close_nothing() {}
-template <int STAGES>
-__device__ __forceinline__ void wait_for(Arrival* arrival, u32 parity) {
-    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(
-                     shared_address(arrival)), "r"(parity) : "memory");
-}
-#else
-struct Arrival {};
-__device__ __forceinline__ void prepare(Arrival*) {}
+
+// Copies that land in shared memory while the warp works, each lane its 16 bytes. A lane closes a group of them with `commit_copies`;
+// `wait_copies` waits for all but its newest NEWEST groups, and for what the other lanes of the warp waited for.
 __device__ __forceinline__ void copy16(void* to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
-__device__ __forceinline__ void copy_run(void* to, const void* from, u32 bytes, Arrival*) {
-    for (u32 at = 0; at < bytes; at += 16) copy16(static_cast<char*>(to) + at, static_cast<const char*>(from) + at);
-}
-__device__ __forceinline__ void copy_together(int lane, void* to, const void* from, u32 bytes, Arrival*) {
-    for (u32 at = 16 * lane; at < bytes; at += 16 * 32) copy16(static_cast<char*>(to) + at, static_cast<const char*>(from) + at);
-}
-__device__ __forceinline__ void close(int, Arrival*, u32) { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void close_nothing() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int STAGES>
-__device__ __forceinline__ void wait_for(Arrival*, u32) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int NEWEST>
+__device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory");
     __syncwarp();
 }
-#endif
 #endif

@@ -33,6 +33,10 @@ template <class T>
 T min(T a, T b) {
     return a < b ? a : b;
 }
+template <class T>
+T max(T a, T b) {
+    return a > b ? a : b;
+}
 
 namespace emulation {
 struct Meeting {  // of the fibers of a warp, or of a block
@@ -132,11 +136,6 @@ inline u32 half_up(float x) {
 using std::fminf;
 inline float minus_infinity() { return -INFINITY; }
 inline float exp2_fast(float x) { return std::exp2(x); }
-template <u32 MASK>
-u32 codes_to_halfs(u32 x) {
-    return (x & MASK) | 0x64006400u;
-}
-
 // The tensor core adds sixteen products to the sum at once; here in float64, rounded once. `WQLAB_TRUNCATED` keeps 24 bits below the
 // largest term instead, cut off, which is worse than what the hardware was seen to do.
 inline float add_products(float c, const double (&product)[16]) {
@@ -181,6 +180,8 @@ inline void multiply_add(Tile& c, const Rows16& a, const Columns8& b) {
         }
     });
 }
+inline void multiply_add_in_order(Tile& c, const Rows16& a, const Columns8& b) { multiply_add(c, a, b); }
+inline void multiply_add(Tile& c, u32 a0, u32 a1, u32 b) { multiply_add(c, Rows16{a0, a1, 0, 0}, Columns8{b, 0}); }
 inline u32 transpose8(u32 x) {
     using namespace emulation;
     u32 y = 0;
@@ -248,22 +249,18 @@ inline unsigned count_up(unsigned* counter, unsigned most) {
     *counter = old >= most ? 0 : old + 1;
     return old;
 }
-struct Arrival {
-    u64 barrier;
-};
-inline void prepare(Arrival*) {}
-inline void copy_run(void* to, const void* from, u32 bytes, Arrival*) {
+template <int N>
+void load_newest(float (&x)[N], const float* pointer) {
+    check_aligned(pointer, 4 * N);
+    std::memcpy(x, pointer, sizeof x);
+}
+inline void copy16(void* to, const void* from) {
     check_aligned(to, 16), check_aligned(from, 16);
-    if (bytes % 16) std::abort();
-    std::memcpy(to, from, bytes);
+    std::memcpy(to, from, 16);
 }
-inline void copy_together(int lane, void* to, const void* from, u32 bytes, Arrival* arrival) {
-    if (lane == 0) copy_run(to, from, bytes, arrival);
-}
-inline void close(int, Arrival*, u32) {}
-inline void close_nothing() {}
-template <int STAGES>
-void wait_for(Arrival*, u32) {
+inline void commit_copies() {}
+template <int NEWEST>
+void wait_copies() {
     sync_warp();
 }
 

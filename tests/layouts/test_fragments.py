@@ -30,29 +30,26 @@ def test_every_lane_finds_its_rows_and_columns(bits, head_dim):
     """What a lane's four registers of a tile must hold, by the table of mma.m16n8k16's first operand."""
     key, value = codes((32, head_dim), bits), codes((32, head_dim), bits, 1)
     packed = fragments.pack(key, value, bits)[0].view(torch.int32).long() & 0xFFFFFFFF
-    tiles, per_word = head_dim // 16, 4 // bits
-    words = 2 * tiles // per_word
+    tiles, per_tile = head_dim // 16, bits // 2
+    words = tiles * per_tile
     both = packed.reshape(2, words // 4, 32, 4).transpose(2, 3).reshape(2, words, 32)
 
-    def register(role, word, lane, place, shift):
-        return [int(both[role, word, lane] >> (16 * e + 8 * shift + bits * place)) % 2**bits for e in range(2)]
+    def register(role, tile, lane, octet, shift):
+        """Of eight tokens and eight channels: which word, and which place in its bytes."""
+        places = 8 // bits
+        word = int(both[role, tile * per_tile + octet // places, lane])
+        return [(word >> (16 * e + 8 * shift + bits * (octet % places))) % 2**bits for e in range(2)]
 
     for lane in range(32):
         g, t = lane // 4, lane % 4
-        for row in range(2):
-            for tile in range(tiles):
-                word, first = row * (tiles // per_word) + tile // per_word, tile % per_word * 2
-                for half in range(2):  # of the columns, channels here
-                    for low in range(2):  # of the rows, tokens here
-                        at = key[16 * row + 8 * low + g, 16 * tile + 8 * half + 2 * t :][:2]
-                        assert register(0, word, lane, first + half, low) == at.tolist()
-        for column in range(2):
-            for tile in range(tiles):
-                word, first = tile // per_word * 2 + column, tile % per_word * 2
-                for low in range(2):  # of the rows, channels here
-                    for half in range(2):  # of the columns, tokens here
-                        at = value[16 * column + 8 * half + 2 * t :, 16 * tile + 8 * low + g][:2]
-                        assert register(1, word, lane, first + low, half) == at.tolist()
+        for tile in range(tiles):
+            for octet in range(4):
+                for eight in range(2):
+                    channel = 16 * tile + 8 * eight
+                    row = key[8 * octet + g, channel + 2 * t :][:2]
+                    assert register(0, tile, lane, octet, eight) == row.tolist()
+                    column = value[8 * octet + 2 * t :, channel + g][:2]
+                    assert register(1, tile, lane, octet, eight) == column.tolist()
 
 
 @pytest.mark.parametrize("head_dim", fragments.HEAD_DIMS)

@@ -1,15 +1,17 @@
 """``fragments-v1``: windows of 4 or 2 bits in the order in which a warp's tensor cores take them (mma.m16n8k16, lane = 4 g + t).
 
 A block is 32 tokens of one KV head. Keys are the operand [tokens, channels], values [channels, tokens], both cut into tiles of 16
-by 16. A word of 32 bits holds what one lane needs of one tile (4 bits) or of two neighbouring ones (2 bits). Code number `place` of
-byte `shift` of halfword `e` lies at bit ``16 e + 8 shift + num_bits place``, so ``(word >> 8 shift) & mask | 0x64006400`` gives
-two halfs ``1024 + 2^(num_bits place) code`` at once. Within a tile,
+by 16. A word of 32 bits holds what one lane needs of one channel tile and of 16 tokens (4 bits) or 32 (2 bits). Code number `place`
+of byte `shift` of halfword `e` lies at bit ``16 e + 8 shift + num_bits place``, so ``(word >> 8 shift) & mask`` gives two subnormal
+halfs ``2^(num_bits place - 24) code`` at once, which tensor cores multiply as they are. With `octet` a number of eight tokens of the
+block, ``(8 / num_bits) (word % words_per_tile) + place``,
 
-- keys: channel ``16 tile + 8 (place % 2) + 2t + e``, token ``16 row + 8 shift + g``;
-- values: channel ``16 tile + 8 (place % 2) + g``, token ``16 column + 8 shift + 2t + e``.
+- keys: channel ``16 tile + 8 shift + 2t + e``, token ``8 octet + g``;
+- values: channel ``16 tile + 8 shift + g``, token ``8 octet + 2t + e``.
 
-So a factor ``2^(num_bits place)`` belongs to channels alone, and folds into their scale. Words of a lane lie in chunks of four,
-chunk by chunk, 16 bytes per lane. Keys come first, then values. `META` is the order of scales and minima.
+So a factor ``2^(num_bits place)`` belongs to tokens alone, and folds into their scores and probabilities. Words of a lane, those of a
+channel tile together, lie in chunks of four, chunk by chunk, 16 bytes per lane. Keys come first, then values. `META` is the order of
+scales and minima.
 """
 
 from __future__ import annotations
@@ -130,22 +132,17 @@ def _unpacked(packed: Tensor, num_bits: int, head_dim: int, role: Role) -> Tenso
 @cache
 def _order(num_bits: int, head_dim: int, role: Role) -> tuple[Tensor, Tensor]:
     """Return which code of [32, head_dim] each field of each word is, words in memory order, and the bits where fields begin."""
-    tiles_per_word = 4 // num_bits
-    words = 2 * (head_dim // 16) // tiles_per_word
+    places = 8 // num_bits
+    per_tile = 4 // places
+    words = head_dim // 16 * per_tile
     chunk, lane, in_chunk, e, shift, place = torch.meshgrid(
-        torch.arange(words // 4), torch.arange(32), torch.arange(4), torch.arange(2), torch.arange(2), torch.arange(8 // num_bits),
+        torch.arange(words // 4), torch.arange(32), torch.arange(4), torch.arange(2), torch.arange(2), torch.arange(places),
         indexing="ij",
     )  # fmt: skip
     word, g, t = 4 * chunk + in_chunk, lane // 4, lane % 4
-    if role == "key":
-        per_row = words // 2
-        tile = word % per_row * tiles_per_word + place // 2
-        token = 16 * (word // per_row) + 8 * shift + g
-        channel = 16 * tile + 8 * (place % 2) + 2 * t + e
-    else:
-        tile = word // 2 * tiles_per_word + place // 2
-        token = 16 * (word % 2) + 8 * shift + 2 * t + e
-        channel = 16 * tile + 8 * (place % 2) + g
+    tile, octet = word // per_tile, places * (word % per_tile) + place
+    token = 8 * octet + (g if role == "key" else 2 * t + e)
+    channel = 16 * tile + 8 * shift + (2 * t + e if role == "key" else g)
     order = (token * head_dim + channel).flatten(3).flatten(0, 2)
     bits = (16 * e + 8 * shift + num_bits * place).flatten(3).flatten(0, 2)[0]
     return order, bits
@@ -154,8 +151,8 @@ def _order(num_bits: int, head_dim: int, role: Role) -> tuple[Tensor, Tensor]:
 @cache
 def _meta_order(head_dim: int, role: str) -> Tensor:
     """Return the channel of each place of a part: what a lane reads at once lies together."""
-    if role == "key":  # [head_dim / 32, t, tile of two, half, e]
-        j, t, tile, half, e = torch.meshgrid(*map(torch.arange, (head_dim // 32, 4, 2, 2, 2)), indexing="ij")
+    if role == "key":  # [head_dim / 32, t, half, tile of two, e]
+        j, t, half, tile, e = torch.meshgrid(*map(torch.arange, (head_dim // 32, 4, 2, 2, 2)), indexing="ij")
         return (16 * (2 * j + tile) + 8 * half + 2 * t + e).flatten()
     j, g, tile, half = torch.meshgrid(*map(torch.arange, (head_dim // 64, 8, 4, 2)), indexing="ij")
     return (16 * (4 * j + tile) + 8 * half + g).flatten()

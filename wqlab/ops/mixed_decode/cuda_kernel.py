@@ -6,6 +6,7 @@ import ctypes
 import functools
 import importlib.util
 import math
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +26,15 @@ TESTED: frozenset[tuple[int, int]] = frozenset()
 _LOG2E = 1.4426950408889634
 #: Query rows of a program: the columns of a tensor-core tile.
 _ROWS = 8
-_DENSE_UNIT = 16
-#: Bytes that should be on their way to a multiprocessor at any time, and what is left for its other needs.
+_DENSE_UNIT = 8
+#: Shared memory of a multiprocessor that is left for its other needs.
 _RESERVED_BYTES = 2048
+#: Warps of a multiprocessor, at 128 registers a thread; programs of 16 merge more within them, programs of 8 fill odd grids better.
+_RESIDENT_WARPS = 16
+_WARPS = (16, 8)
+_MOST_SPLITS = 256
+#: What `_plan` weighs, of an H200: microseconds before a program's first unit arrives and to merge one more split, bytes per microsecond.
+_START_US, _SPLIT_US, _RATE = 3.0, 0.06, 4.0e6
 
 #: (device, stream, whether it was being recorded) -> (id of the recording or 0, counters of arrived programs). See `_counters`.
 _arrived: dict[tuple[torch.device, int, bool], tuple[int, Tensor]] = {}
@@ -49,11 +56,11 @@ class Arguments(ctypes.Structure):
 
     _fields_ = (
         ("query", _Pointer), ("query_batch", _Long), ("query_head", _Long), ("query_token", _Long),
-        ("key", _Pointer), ("value", _Pointer), ("key_batch", _Long), ("key_head", _Long), ("key_token", _Long),
-        ("value_batch", _Long), ("value_head", _Long), ("value_token", _Long),
+        ("key", _Pointer), ("value", _Pointer), ("key_batch", _Long), ("key_head", _Long), ("value_batch", _Long), ("value_head", _Long),
         ("last", _Pointer), ("mask", _Pointer), ("mask_batch", _Long), ("four", Packed), ("two", Packed),
         ("output", _Pointer), ("partial", _Pointer), ("arrived", _Pointer),
-        ("batch", _Int), ("kv_heads", _Int), ("group", _Int), ("q_len", _Int), ("dense_tokens", _Int), ("scaling", ctypes.c_float),
+        ("batch", _Int), ("kv_heads", _Int), ("group", _Int), ("q_len", _Int), ("dense_tokens", _Int),
+        ("key_token", _Int), ("value_token", _Int), ("scaling", ctypes.c_float),
     )  # fmt: skip
 
 
@@ -79,10 +86,10 @@ class Tiling(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a program: the warps' slots, later their results, and what arrivals are counted with."""
+        """Dynamic shared memory of a program: the warps' slots, later their results; its turn among the splits; each warp's share; the query."""
         slots = self.num_warps * self.num_stages * self.slot_bytes
-        results = self.num_warps * _ROWS * (self.head_dim + 2) * 4
-        return max(slots, results) + max(8 * self.num_warps * self.num_stages, 16)
+        results = 4 * _ROWS * max(self.num_warps * (self.head_dim + 4), 2 * _MOST_SPLITS)
+        return max(slots, results) + _other_bytes(self.head_dim, self.num_warps)
 
 
 class Call(NamedTuple):
@@ -146,8 +153,10 @@ def refusal(query: Tensor, cache: MixedKV) -> str | None:
     if only.key.dtype != torch.float16 or only.value.dtype != torch.float16:
         return f"dense keys and values are {only.key.dtype} and {only.value.dtype}, and the CUDA kernel computes in float16"
     for name, side in (("keys", only.key), ("values", only.value)):
-        if side.stride(3) != 1 or any(stride % 8 for stride in side.stride()[:3]) or side.data_ptr() % 16:
+        if side.stride(3) != 1 or _misplaced(side):
             return f"dense {name} have strides {side.stride()}; rows must be contiguous and start at multiples of 16 bytes"
+        if 2 * side.stride(2) >= 2**31:
+            return f"dense {name} have strides {side.stride()}; tokens must be less than 2 GiB apart"
     if query.shape[2] > 1 and only is not cache.tail:
         return "several query tokens need a tail that holds their own keys and values"
     return None
@@ -175,24 +184,28 @@ def prepare(
     multiprocessors, shared_limit : int
         Of the device; shared memory in bytes per multiprocessor.
     num_splits : int, optional
-        Programs that share a KV head's tokens; default: see `_splits`.
+        Programs of 16 warps that share a KV head's tokens, at most 256; default: see `_plan`.
     own_counters : bool
         Whether the call shares its counters of arrived programs with no other, so that it may run on any stream and in any
         recorded graph; else they are those of torch's current stream.
     """
-    query = query if query.stride(-1) == 1 and query.data_ptr() % 4 == 0 else query.contiguous()
+    query = query if query.stride(-1) == 1 and not _misplaced(query) else query.contiguous()
     batch, num_heads, q_len, head_dim = query.shape
     kv_heads, device = cache.num_kv_heads, query.device
     group = num_heads // kv_heads
     packed = {s.num_bits: s for s in cache.segments if isinstance(s, FragmentSegment) and s.tokens}
     dense = next((s for s in cache.all() if isinstance(s, Segment) and s.tokens), None)
-    tiling = choose(head_dim, tuple(sorted(packed)), dense is not None, shared_limit)
     pairs, row_tiles = batch * kv_heads, -(-group * q_len // _ROWS)
     tiles = pairs * row_tiles
-    splits = num_splits or _splits(tiles, multiprocessors * _programs(tiling, shared_limit), _units(cache) // tiling.num_warps)
+    counts = [s.codes.shape[2] for s in packed.values()] + ([-(-dense.tokens // _DENSE_UNIT)] if dense is not None else [])
+    sizes = [_unit_bytes(bits, head_dim) for bits in packed] + ([_unit_bytes(16, head_dim)] if dense is not None else [])
+    num_warps, splits = _plan(tiles, sum(counts), sum(map(operator.mul, counts, sizes)), multiprocessors)
+    if num_splits is not None:
+        num_warps, splits = _WARPS[0], min(num_splits, _MOST_SPLITS)
+    tiling = choose(head_dim, tuple(sorted(packed)), dense is not None, shared_limit, num_warps)
 
     output = torch.empty((batch, num_heads, q_len, head_dim), dtype=query.dtype, device=device)
-    partial = torch.empty(tiles * splits * _ROWS * (head_dim + 2) if splits > 1 else 0, dtype=torch.float32, device=device)
+    partial = torch.empty(tiles * splits * _ROWS * (head_dim + 4) if splits > 1 else 0, dtype=torch.float32, device=device)
     arrived = torch.zeros(tiles, dtype=torch.int32, device=device) if own_counters else _counters(tiles, device)
     kept = [query, output, partial, arrived, *cache.tensors()]
 
@@ -224,7 +237,9 @@ def prepare(
         x.key_batch, x.key_head, x.key_token = (2 * stride for stride in key.stride()[:3])
         x.value_batch, x.value_head, x.value_token = (2 * stride for stride in value.stride()[:3])
         if dense.lengths is not None:
-            last = dense.lengths.to(torch.int32).clamp(max=dense.tokens).contiguous()
+            last = dense.lengths.contiguous()  # int32 is read where it lies, also by a recorded graph; the kernel limits it
+            if last.dtype != torch.int32:
+                last = last.clamp(0, dense.tokens).to(torch.int32)
             kept.append(last)
             x.last = pointer(last)
         if dense.mask is not None:
@@ -244,8 +259,8 @@ def attend(query: Tensor, cache: MixedKV, scaling: float, num_splits: int | None
 def prepared(query: Tensor, cache: MixedKV, scaling: float, num_splits: int | None = None) -> Prepared:
     """Return attention of `query` over `cache` as a launch that can be repeated, for graphs and for measuring.
 
-    A launch reads query and cache as they are then. What has to be copied is that of this call's time: `lengths` of dense tokens,
-    and masks whose rows are not contiguous.
+    A launch reads query and cache as they are then. What has to be copied is that of this call's time: `lengths` of dense tokens
+    that are not int32, and masks whose rows are not contiguous.
 
     Parameters
     ----------
@@ -263,9 +278,14 @@ def prepared(query: Tensor, cache: MixedKV, scaling: float, num_splits: int | No
     if ready.call.kept[0] is not query:
         raise ParameterError(
             f"a prepared launch reads the query where it lies, and one with strides {query.stride()} has no contiguous rows at "
-            "multiples of 4 bytes; pass query.contiguous()"
+            "multiples of 16 bytes; pass query.contiguous()"
         )
     return ready
+
+
+def _misplaced(x: Tensor) -> bool:
+    """Return whether some rows do not begin at multiples of 16 bytes, as copies need it."""
+    return any(stride % 8 for stride in x.stride()[:3]) or x.data_ptr() % 16 != 0
 
 
 def _ready(query: Tensor, cache: MixedKV, scaling: float, num_splits: int | None, own_counters: bool) -> Prepared:
@@ -299,15 +319,22 @@ def _counters(count: int, device: torch.device) -> Tensor:
     return held
 
 
-def choose(head_dim: int, widths: tuple[int, ...], dense: bool, shared_limit: int) -> Tiling:
-    """Return the tiling for the widths that occur: three programs of four warps each, as many units on their way as fit then."""
-    units = [fragments.code_bytes(bits, head_dim) + 8 * head_dim for bits in widths]
+def choose(head_dim: int, widths: tuple[int, ...], dense: bool, shared_limit: int, num_warps: int = _WARPS[0]) -> Tiling:
+    """Return the tiling for the widths that occur: as many units on their way as fit beside the other programs."""
+    units = [_unit_bytes(bits, head_dim) for bits in widths]
     if dense or not units:
-        units.append(2 * _DENSE_UNIT * (2 * head_dim + 16))
-    slot = max(units)
-    num_warps, programs = 4, 3
-    num_stages = min(max((shared_limit // programs - 128) // (num_warps * slot), 2), 6)
-    return Tiling(head_dim, num_warps, num_stages, slot)
+        units.append(_unit_bytes(16, head_dim))
+    room = shared_limit // (_RESIDENT_WARPS // num_warps) - 1024 - _other_bytes(head_dim, num_warps)
+    num_stages = min(max(room // (num_warps * max(units)), 1), 6)
+    return Tiling(head_dim, num_warps, num_stages, max(units))
+
+
+def _other_bytes(head_dim: int, num_warps: int) -> int:
+    return 16 + 32 * num_warps + _ROWS * 2 * head_dim
+
+
+def _unit_bytes(num_bits: int, head_dim: int) -> int:
+    return 4 * _DENSE_UNIT * head_dim if num_bits == 16 else fragments.code_bytes(num_bits, head_dim) + 8 * head_dim
 
 
 def source(tiling: Tiling) -> str:
@@ -334,23 +361,30 @@ def _kernel(tiling: Tiling, arch: str, device: torch.device) -> Any:
     return codegen.load(codegen.compile_cubin(source(tiling), arch=arch), "mixed_decode", device)
 
 
-def _programs(tiling: Tiling, shared_limit: int) -> int:
-    """Return the programs that a multiprocessor holds at once, at 168 registers a thread at most."""
-    return max(min(shared_limit // (tiling.shared_bytes + 1024), 65536 // (168 * 32 * tiling.num_warps)), 1)
+def _plan(tasks: int, units: int, num_bytes: int, multiprocessors: int) -> tuple[int, int]:
+    """Return the warps of a program and into how many of them each of `tasks` is cut.
 
-
-def _units(cache: MixedKV) -> int:
-    return sum(-(-s.tokens // (fragments.BLOCK if isinstance(s, FragmentSegment) else _DENSE_UNIT)) for s in cache.all())
-
-
-def _splits(tasks: int, places: int, most: int) -> int:
-    """Return into how many programs each of `tasks` is cut, so that few of `places` stay empty in the last wave.
-
-    Each split costs a partial result, so of equally full waves the fewest splits win, and no split has fewer units than warps.
+    Parameters
+    ----------
+    tasks : int
+        KV heads of all rows, times the tiles of query rows.
+    units, num_bytes : int
+        What one task reads.
+    multiprocessors : int
+        Of the device.
     """
-    limit = max(min(most, -(-4 * places // tasks), 256), 1)
 
-    def time(splits: int) -> float:
-        return math.ceil(tasks * splits / places) / splits * (1 + 0.01 * splits / limit)
+    def time(choice: tuple[int, int]) -> float:
+        num_warps, splits = choice
+        places = multiprocessors * (_RESIDENT_WARPS // num_warps)
+        waves = math.ceil(tasks * splits / places)
+        each = units / (splits * num_warps)
+        uneven = math.ceil(each) / each if each else 1.0
+        return waves * (_START_US + uneven * num_bytes / splits * places / _RATE) + _SPLIT_US * splits
 
-    return min(range(1, limit + 1), key=time)
+    choices = []
+    for num_warps in _WARPS:
+        most = -(-2 * multiprocessors * (_RESIDENT_WARPS // num_warps) // max(tasks, 1))
+        most = max(min(most, units // num_warps, _MOST_SPLITS), 1)
+        choices += [(num_warps, splits) for splits in range(1, most + 1)]
+    return min(choices, key=time)
