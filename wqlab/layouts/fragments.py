@@ -1,17 +1,17 @@
 """``fragments-v1``: windows of 4 or 2 bits in the order in which a warp's tensor cores take them (mma.m16n8k16, lane = 4 g + t).
 
 A block is 32 tokens of one KV head. Keys are the operand [tokens, channels], values [channels, tokens], both cut into tiles of 16
-by 16. A word of 32 bits holds what one lane needs of one channel tile and of 16 tokens (4 bits) or 32 (2 bits). Code number `place`
-of byte `shift` of halfword `e` lies at bit ``16 e + 8 shift + num_bits place``, so ``(word >> 8 shift) & mask`` gives two subnormal
-halfs ``2^(num_bits place - 24) code`` at once, which tensor cores multiply as they are. With `octet` a number of eight tokens of the
-block, ``(8 / num_bits) (word % words_per_tile) + place``,
+by 16. A word of 32 bits holds what one lane needs of one channel tile and of 16 tokens (4 bits) or 32 (2 bits). Code number
+`place` of byte `shift` of halfword `e` lies at bit ``16 e + 8 shift + num_bits place``, so ``(word >> 8 shift) & mask`` gives two
+subnormal halfs ``2^(num_bits place - 24) code`` at once, which tensor cores multiply as they are. With `octet` a number of eight
+tokens of the block, ``(8 / num_bits) (word % words_per_tile) + place``,
 
 - keys: channel ``16 tile + 8 shift + 2t + e``, token ``8 octet + g``;
 - values: channel ``16 tile + 8 shift + g``, token ``8 octet + 2t + e``.
 
-So a factor ``2^(num_bits place)`` belongs to tokens alone, and folds into their scores and probabilities. Words of a lane, those of a
-channel tile together, lie in chunks of four, chunk by chunk, 16 bytes per lane. Keys come first, then values. `META` is the order of
-scales and minima.
+So a factor ``2^(num_bits place)`` belongs to tokens alone, and folds into their scores and probabilities. Words of a lane, those
+of a channel tile together, lie in chunks of four, chunk by chunk, 16 bytes per lane. Keys come first, then values. `META` is the
+order of scales and minima.
 """
 
 from __future__ import annotations

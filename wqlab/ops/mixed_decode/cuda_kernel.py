@@ -33,7 +33,8 @@ _RESERVED_BYTES = 2048
 _RESIDENT_WARPS = 16
 _WARPS = (16, 8)
 _MOST_SPLITS = 256
-#: What `_plan` weighs, of an H200: microseconds before a program's first unit arrives and to merge one more split, bytes per microsecond.
+#: What `_plan` weighs, of an H200: microseconds before a program's first unit arrives, microseconds to merge one more split, and
+#: bytes per microsecond.
 _START_US, _SPLIT_US, _RATE = 3.0, 0.06, 4.0e6
 
 #: (device, stream, whether it was being recorded) -> (id of the recording or 0, counters of arrived programs). See `_counters`.
@@ -56,7 +57,8 @@ class Arguments(ctypes.Structure):
 
     _fields_ = (
         ("query", _Pointer), ("query_batch", _Long), ("query_head", _Long), ("query_token", _Long),
-        ("key", _Pointer), ("value", _Pointer), ("key_batch", _Long), ("key_head", _Long), ("value_batch", _Long), ("value_head", _Long),
+        ("key", _Pointer), ("value", _Pointer), ("key_batch", _Long), ("key_head", _Long),
+        ("value_batch", _Long), ("value_head", _Long),
         ("last", _Pointer), ("mask", _Pointer), ("mask_batch", _Long), ("four", Packed), ("two", Packed),
         ("output", _Pointer), ("partial", _Pointer), ("arrived", _Pointer),
         ("batch", _Int), ("kv_heads", _Int), ("group", _Int), ("q_len", _Int), ("dense_tokens", _Int),
@@ -86,7 +88,7 @@ class Tiling(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a program: the warps' slots, later their results; its turn among the splits; each warp's share; the query."""
+        """Dynamic shared memory of a program: the warps' slots, later their results, and a few things beside them."""
         slots = self.num_warps * self.num_stages * self.slot_bytes
         results = 4 * _ROWS * max(self.num_warps * (self.head_dim + 4), 2 * _MOST_SPLITS)
         return max(slots, results) + _other_bytes(self.head_dim, self.num_warps)
@@ -330,6 +332,7 @@ def choose(head_dim: int, widths: tuple[int, ...], dense: bool, shared_limit: in
 
 
 def _other_bytes(head_dim: int, num_warps: int) -> int:
+    """Return the shared memory for a program's turn among the splits, each warp's share of the units, and the query."""
     return 16 + 32 * num_warps + _ROWS * 2 * head_dim
 
 
