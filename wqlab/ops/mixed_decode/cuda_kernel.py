@@ -22,7 +22,7 @@ HEAD_DIMS = fragments.HEAD_DIMS
 #: Oldest architecture with cp.async and mma.m16n8k16.
 MIN_CAPABILITY = (8, 0)
 #: Architectures on which its tests have passed. On others it runs when it is asked for by name.
-TESTED: frozenset[tuple[int, int]] = frozenset()
+TESTED: frozenset[tuple[int, int]] = frozenset({(9, 0)})
 _LOG2E = 1.4426950408889634
 #: Query rows of a program: the columns of a tensor-core tile.
 _ROWS = 8
