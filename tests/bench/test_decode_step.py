@@ -84,6 +84,18 @@ def test_ratios_compare_like_with_like():
     np.testing.assert_allclose(data["attention_share"][:2], [0.35, 0.14])
 
 
+def test_headlines_name_the_points_that_were_measured():
+    rows = [synthetic(), synthetic(method="windowquant", step_us=6000.0), synthetic(case="largest batch", batch=90)]
+    found = DecodeStepBench().headlines(with_ratios(pd.DataFrame(rows)))
+    assert [line.metric for line in found] == [
+        "decode steps, 8 x 100 frames, 10/30/60",
+        "decode steps, largest x 100 frames, 10/30/60",
+    ]
+    assert found[0].ours == pytest.approx(8 / 6e-3)
+    assert found[0].theirs == pytest.approx(1000)
+    assert found[1].ours is None
+
+
 def test_a_side_that_fails_leaves_the_other(monkeypatch):
     def fail(*_):
         raise RuntimeError("on purpose")
@@ -154,10 +166,10 @@ def test_a_cache_in_16_bits_reads_the_token_that_was_written(kind, monkeypatch):
     assert store.error(query, SHAPE) < 2e-3
     new = torch.full((2, 2, 1, 64), 7.0).half()
     store.write(new, new)
-    plain = variant.plain(variant.held(value))
-    assert plain.shape == (2, 2, 96, 64)
-    assert (plain[:, :, -1] == 7).all()
-    assert (plain[:, :, :-1] != 7).all()
+    ends = variant.ends(variant.held(value))
+    assert ends.shape == (2, 2, 96, 64)
+    assert (ends[:, :, -1] == 7).all()
+    assert (ends[:, :, :-1] != 7).all()
     assert store.error(query, SHAPE) < 2e-3
 
 

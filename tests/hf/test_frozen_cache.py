@@ -12,7 +12,7 @@ from wqlab.hf.cache import cache_argument
 from wqlab.hf.decode_graph import DecodeGraph
 from wqlab.hf.window_cache import WindowQuantCache, windowquant
 from wqlab.models.pocket import prompt
-from wqlab.ops.mixed_decode import FragmentSegment, MixedKV, Segment, mixed_decode
+from wqlab.ops.mixed_decode import FragmentSegment, MixedKV, Segment, cuda_kernel, mixed_decode
 from wqlab.types import WindowPlan
 
 WIDTHS = [[16, 4, 2, 2], [4, 4, 2, 16], [2, 2, 2, 2]]
@@ -190,6 +190,18 @@ def test_segments_in_fragment_order_take_new_tokens(dense):
         torch.testing.assert_close(held.attend(query), want, rtol=2e-3, atol=2e-3)
         torch.testing.assert_close(mixed_decode(query, held.held()), want, rtol=2e-3, atol=2e-3)
     assert steps.lengths.tolist() == [[3, 3], [dense + 3, dense + 3]]
+
+
+def test_the_cuda_kernel_reads_the_length_where_it_lies():
+    """Its launch is prepared, not run: what a recorded graph reads at every replay is the tensor that a step advances."""
+    codes = torch.zeros((2, 2, 3, 32 * 64), dtype=torch.uint8)
+    packed = FragmentSegment(codes, torch.zeros((2, 2, 3, 256)).half(), 4, 32, 64)
+    steps = Steps(2, 2, 3, torch.device("cpu"))
+    held = FrozenSegments(MixedKV((packed,)), steps, 1)
+    query = torch.zeros((2, 4, 1, 64)).half()
+    assert cuda_kernel.refusal(query, held.kv) is None
+    call = cuda_kernel.prepare(query, held.kv, 1.0, 132, 227 << 10, None)
+    assert call.arguments.last == steps.lengths[1].data_ptr()
 
 
 def test_dense_tokens_with_lengths_are_refused():

@@ -15,6 +15,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from wqlab import paths
+from wqlab.bench import Headline
 from wqlab.bench.attention_baselines import MAX_ERROR as MAX_BASELINE_ERROR
 from wqlab.bench.attention_baselines import error_at_ends
 from wqlab.bench.decode_caches import Shape, cache_bytes, random_cache, relative_error
@@ -205,6 +206,19 @@ class DecodeStepBench(PointBench):
             named = {**row, "method": method, "mix": FP16 if method == FP16 else MIX}
             found.append(guarded(named, partial(_measured, subject, point, method, repeats)))
         subject.observe_bandwidth()
+        return found
+
+    def headlines(self, data: pd.DataFrame) -> list[Headline]:
+        """Return the throughput of both sides at the first point, at Table 8's, and at the largest batches."""
+        found = []
+        for frames, batch, case in ((100, 8, SAME), (5, 60, SAME), (100, None, LARGEST)):
+            at = (data["frames"] == frames) & (data["case"] == case) & (data["layers"] != PLAIN)
+            rows = data[at & (data["batch"] == batch)] if batch else data[at]
+            speeds = rows.dropna(subset=["tokens_per_s"]).drop_duplicates("method").set_index("method")["tokens_per_s"]
+            if len(speeds):
+                name = f"decode steps, {batch or 'largest'} x {frames} frames, {MIX}"
+                ours, theirs = (float(speeds[method]) if method in speeds else None for method in (WINDOWQUANT, FP16))
+                found.append(Headline(name, ours, theirs, "tokens/s"))
         return found
 
     def finish(self, data: pd.DataFrame) -> pd.DataFrame:
@@ -408,8 +422,8 @@ class _Variant(NamedTuple):
         The flat numbers of keys or values -> the view that `attend` takes.
     newest : callable
         That view -> where the newest token lies, [batch, kv_heads, head_dim].
-    plain : callable
-        That view -> [batch, kv_heads, tokens, head_dim].
+    ends : callable
+        That view -> the first and the last row, [2, kv_heads, tokens, head_dim].
     attend : callable
         Query [batch, num_heads, 1, head_dim] and both views -> the output, its heads in the same order.
     """
@@ -417,7 +431,7 @@ class _Variant(NamedTuple):
     name: str
     held: Callable[[Tensor], Tensor]
     newest: Callable[[Tensor], Tensor]
-    plain: Callable[[Tensor], Tensor]
+    ends: Callable[[Tensor], Tensor]
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -436,7 +450,7 @@ class _DenseStore:
         return self._variant.attend(query, self._key, self._value).reshape(query.shape)
 
     def error(self, query: Tensor, shape: Shape) -> float:
-        key, value = self._variant.plain(self._key), self._variant.plain(self._value)
+        key, value = self._variant.ends(self._key), self._variant.ends(self._value)
         return error_at_ends(self.attend(query), query, key, value, shape)
 
     def tensors(self) -> Iterator[Tensor]:
@@ -514,7 +528,7 @@ def _sdpa(shape: Shape, name: str, backend: str | None, grouped: bool) -> _Varia
                 return scaled_dot_product_attention(query, key, value, enable_gqa=shape.group > 1)
             return scaled_dot_product_attention(query.reshape(folded), key, value)
 
-    return _Variant(name, lambda x: x.view(dense), lambda x: x[:, :, -1], lambda x: x, attend)
+    return _Variant(name, lambda x: x.view(dense), lambda x: x[:, :, -1], lambda x: x[[0, -1]], attend)
 
 
 def _flashinfer(shape: Shape, layout: str, query: Tensor, page: int = 16) -> _Variant:
@@ -550,5 +564,5 @@ def _flashinfer(shape: Shape, layout: str, query: Tensor, page: int = 16) -> _Va
     return _Variant(
         f"flashinfer {flashinfer.__version__}, {layout} pages of {page}",
         lambda x: x.view(batch * pages, *inner), newest,
-        lambda x: by_row(x).permute(order).reshape(batch, heads, shape.seq_len, dim), attend,
+        lambda x: by_row(x)[[0, -1]].permute(order).reshape(2, heads, shape.seq_len, dim), attend,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -66,8 +66,8 @@ def fused(model: Qwen2ForCausalLM, compiled: bool = True) -> Iterator[None]:
     compiled : bool
         Whether torch.compile makes one kernel of each elementwise chain. It needs a compiler on the machine.
     """
-    compile_one: Callable[[Any], Any] = partial(torch.compile, fullgraph=True) if compiled else lambda function: function
-    norm, add_norm, rotate, gate = map(compile_one, (_norm, _add_norm, _rotate, _gate))
+    chosen: Callable[[Callable[..., Any]], Callable[..., Any]] = _compiled if compiled else lambda function: function
+    norm, add_norm, rotate, gate = map(chosen, (_norm, _add_norm, _rotate, _gate))
     changed: list[nn.Module] = []
 
     def put(module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -85,6 +85,13 @@ def fused(model: Qwen2ForCausalLM, compiled: bool = True) -> Iterator[None]:
     finally:
         for module in changed:
             del module.forward  # the class's own is found again
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function as one kernel; the same one each time, so that nothing is compiled again for another block."""
+    result: Callable[..., Any] = torch.compile(function, fullgraph=True)
+    return result
 
 
 def _merge(module: nn.Module, names: tuple[str, ...]) -> None:
