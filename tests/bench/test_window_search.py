@@ -1,9 +1,13 @@
+import numpy as np
+import pytest
 import torch
 
 from wqlab import bench, records
-from wqlab.bench.window_search import WindowSearchBench, latencies_us, pairwise_blas
+from wqlab.bench.window_search import WindowSearchBench, latencies_us, pairwise_blas, token_order, token_plan, token_scores
 from wqlab.profile import environment
+from wqlab.windows.search import search
 from wqlab.windows.similarity import cosine
+from wqlab.windows.thresholds import thresholds
 
 
 def test_both_forms_compute_the_same():
@@ -26,3 +30,37 @@ def test_a_quick_record_has_every_case(tmp_path):
     assert (data["p10_us"] <= data["median_us"]).all()
     assert data.loc[data["case"].str.contains("plan"), "num_layers"].eq(30).all()
     assert data.loc[data["device"] == "cpu", "waits_for_device"].isna().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_per_token_is_the_search_with_windows_of_one_token(dtype):
+    torch.manual_seed(0)
+    text, visual = torch.randn(5, 16, dtype=dtype), torch.randn(70, 16, dtype=dtype)
+    importance = [0.3, 0.6, 0.9]
+    plan = search(text, visual, importance, normalize="minmax", window_size=1, first_window_full=False, dtype=dtype)
+    limits = torch.from_numpy(np.stack(thresholds(importance, 2.0)))[..., None].to(dtype)
+    scores = token_scores(text, visual, "mean")
+    widths = torch.tensor([2, 4, 16])[token_plan(scores, limits).long()]
+    assert (widths != torch.as_tensor(plan.bit_widths)).float().mean() < 0.02  # a score may round to the other side of a limit
+    order, begins = token_order(scores, limits)
+    for layer in range(3):
+        first, second = begins[:, layer].tolist()
+        assert (widths[layer, order[:first]] == 2).all()
+        assert (widths[layer, order[first:second]] == 4).all()
+        assert (widths[layer, order[second:]] == 16).all()
+
+
+def test_the_nearest_token_of_the_prompt():
+    text, visual = torch.randn(5, 16), torch.randn(7, 16)
+    want = torch.nn.functional.cosine_similarity(visual[:, None], text[None], dim=-1).amax(1)
+    torch.testing.assert_close(token_scores(text, visual, "max"), want)
+
+
+def test_the_headlines_compare_per_window_with_per_token():
+    data = WindowSearchBench().measure(quick=True)
+    data = data[data["device"] == "cpu"]
+    found = {h.metric: h for h in WindowSearchBench().headlines(data)}
+    per_token = found["search and plan on cpu, launched one by one, against per token"]
+    tokens = data[data["case"].str.startswith("token_")]["median_us"]
+    assert per_token.theirs == tokens.min()
+    assert len(found) == 2  # no graph without a GPU

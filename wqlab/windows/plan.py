@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -122,8 +123,7 @@ def make_plan(
     score = torch.add(normalize_scores(values, normalize, valid), values, alpha=0)
     if first_window_full:
         score[:, 0].add_(torch.inf)  # reaches every limit, and NaN stays NaN
-    # Not torch.tensor(..., device=device): that copy waits for the device.
-    widths = torch.tensor(_WIDTHS).to(values.device, non_blocking=True)[(score[:, None] >= limits).sum(0)]
+    widths = _widths_on(values.device)[(score[:, None] >= limits).sum(0)]
     shared = _vote(widths, valid)
     if check and not bool(shared.all()):
         bad = ~values.isfinite() if valid is None else ~values.isfinite() & valid
@@ -194,6 +194,15 @@ def oracle_plan(plan: WindowPlan, relevance: ArrayLike) -> WindowPlan:
         order = np.lexsort((-layer, -given[start:]))
         layer[order] = np.sort(layer)[::-1]
     return replace(plan, bit_widths=widths, scorer=f"oracle at the memory of {plan.scorer}", preset=None)
+
+
+@functools.cache
+def _widths_on(device: torch.device) -> Tensor:
+    """Return `_WIDTHS` on a device, kept there: a CUDA graph cannot record a copy from the host's memory."""
+    import torch
+
+    # Not torch.tensor(..., device=device): that copy waits for the device.
+    return torch.tensor(_WIDTHS).to(device, non_blocking=True)
 
 
 def _given(similarity: Tensor | ArrayLike) -> WindowScores:
