@@ -20,7 +20,7 @@ from wqlab.registry import register
 @register("bench", "{name}")
 class Small(Bench):
     name, description = "{name}", "small"
-    columns = {{"x": "a number"}}
+    columns, uses_gpu = {{"x": "a number"}}, {uses_gpu}
 
     def measure(self, quick=False):
         {body}
@@ -42,8 +42,8 @@ def package(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "__init__.py").write_text("")
 
-    def add(name, body="pass", check="pass"):
-        (folder / f"{name}.py").write_text(textwrap.dedent(BENCH).format(name=name, body=body, check=check))
+    def add(name, body="pass", check="pass", uses_gpu=True):
+        (folder / f"{name}.py").write_text(textwrap.dedent(BENCH).format(name=name, body=body, check=check, uses_gpu=uses_gpu))
 
     registry.names("bench")  # a module that is first imported below would register itself in what is thrown away
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -101,6 +101,14 @@ def test_ours_theirs_and_the_papers_number_stand_side_by_side(package, tmp_path,
     assert json.loads(records.dump_json(report.to_dict()))["key"] == "cpu"
     with pytest.raises(ParameterError, match="compared with"):
         measure.measure(["good"], shipped)
+
+
+def test_what_measures_nothing_of_a_gpu_runs_only_when_it_is_named(package, tmp_path):
+    package("calibration", uses_gpu=False)
+    report = measure.measure(out=tmp_path, quick=True)
+    assert (report.measured, report.left_out) == (["good"], ["calibration"])
+    assert "not measured unless named with --only: calibration" in measure.footnote(report)
+    assert measure.measure(["calibration"], tmp_path, quick=True).measured == ["calibration"]
 
 
 def test_resume_keeps_what_the_same_code_made(package, tmp_path, monkeypatch):

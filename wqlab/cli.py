@@ -295,7 +295,7 @@ def bench(
 def measure(
     resume: Annotated[bool, typer.Option("--resume", help="Keep records that the same code, packages and GPU made.")] = False,
     only: Annotated[
-        list[str] | None, typer.Option(help="A bench; repeat it for several. Default: every one.", show_default=False)
+        list[str] | None, typer.Option(help="A bench; repeat it for several. Default: every one of the GPU.", show_default=False)
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the records.")] = Path("measured"),
     quick: Annotated[bool, typer.Option("--quick", help="Smaller, to see that all of it runs.")] = False,

@@ -88,6 +88,8 @@ class Report:
         Benches that ran now, and those whose records were there already.
     failed : dict of str to str
         Why a bench has no record, or which limit its record breaks.
+    left_out : list of str
+        Benches that measure nothing of a GPU, and were not named.
     rows : list of dict
         The table: bench, metric, unit, ours, recorded, theirs, paper, claim; None where there is no number.
     """
@@ -97,6 +99,7 @@ class Report:
     measured: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,7 +120,7 @@ def measure(
     Parameters
     ----------
     only : sequence of str
-        Benches; empty: every registered one.
+        Benches; empty: every registered one that measures the GPU.
     out : path
         Folder that holds one folder per GPU key. Not that of the records which travel with the package: they are compared with.
     resume : bool
@@ -151,7 +154,8 @@ def measure(
     tell = listener or (lambda name, event, detail: None)
     report = Report(here, folder)
     journal = _Journal(folder / here.key / _JOURNAL)
-    chosen = list(dict.fromkeys(only)) or known
+    chosen = list(dict.fromkeys(only)) or [name for name in known if bench.get(name).uses_gpu]
+    report.left_out = [] if only else [name for name in known if name not in chosen]
     tell("", "planned", str(len(chosen)))
     for name in chosen:
         if resume and journal.keeps(name, here.key, folder, quick):
@@ -227,8 +231,12 @@ def table(report: Report) -> Table:
 
 
 def footnote(report: Report) -> str:
-    """Return what a reader of the table must know about the machine."""
-    here = report.machine
+    """Return what a reader of the table must know about the machine, and what is not in it."""
+    left_out = f"; not of a GPU, so not measured unless named with --only: {', '.join(report.left_out)}" if report.left_out else ""
+    return _about(report.machine) + left_out
+
+
+def _about(here: Machine) -> str:
     if not here.architecture:
         return f"{here.gpu}: no GPU, so these are no times of the CUDA kernels"
     if here.tested:

@@ -46,11 +46,14 @@ class Bench(ABC):
         One line for ``wqlab bench --help`` and lists.
     columns : dict of str to str
         The table's columns, in order, each with meaning and unit.
+    uses_gpu : bool
+        Whether a GPU changes what it measures; `wqlab measure` leaves out those that it does not.
     """
 
     name: ClassVar[str]
     description: ClassVar[str]
     columns: ClassVar[dict[str, str]]
+    uses_gpu: ClassVar[bool] = True
 
     @abstractmethod
     def measure(self, quick: bool = False) -> pd.DataFrame:

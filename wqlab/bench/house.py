@@ -104,6 +104,7 @@ class HouseBench(Bench):
 
     name = "house"
     description = "import, loading SmolLM2, slider redraws, make reproduce, QUICK=1 and make test: seconds and peak memory"
+    uses_gpu = False
     columns = {  # noqa: RUF012
         "case": "what was run",
         "repeat": "number of the repetition, from 0",

@@ -57,6 +57,7 @@ class LayerImportanceBench(Bench):
 
     name = "layer_importance"
     description = "s_i of every layer of SmolLM2 on 4,096 tokens of prose (a calibration, not a timing)"
+    uses_gpu = False
     columns = {  # noqa: RUF012
         "model": "catalogue name",
         "num_tokens": "tokens of English prose in the one prompt",

@@ -33,6 +33,7 @@ class WindowSimilarityBench(Bench):
 
     name = "window_similarity"
     description = "similarity (Eq. 8) of 32-token windows of prose to eight questions, in SmolLM2's embeddings (not a timing)"
+    uses_gpu = False
     columns = {  # noqa: RUF012
         "model": "catalogue name",
         "window_size": "tokens per window",
