@@ -86,7 +86,7 @@ def test_left_padding_is_that_of_the_time_when_it_was_frozen(qwen):
         cache.freeze(4, mask)  # it has grown since
     frozen.crop(-2)
     longer = torch.cat([mask, torch.ones(2, 3, dtype=torch.int64)], 1)
-    with packed_attention(qwen), torch.no_grad(), pytest.raises(UnsupportedError, match="mask was given"):
+    with packed_attention(qwen), torch.no_grad(), pytest.raises(UnsupportedError, match="attention mask was given"):
         qwen(input_ids=first, attention_mask=longer, **cache_argument(qwen, frozen))
 
 
@@ -109,6 +109,14 @@ def grow_inside(model, cache, tokens, count):
             tokens = out.logits[:, -1].argmax(-1, keepdim=True)
             found.append(tokens)
     return torch.cat(found, 1), None
+
+
+def test_no_mask_is_made_while_a_graph_is_recorded(qwen, monkeypatch):
+    """transformers makes one then where it would make none else, and it would keep the length of that time."""
+    cache, first = read(qwen)
+    want = DecodeGraph(qwen, cache.freeze(2), first).generate(2)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert torch.equal(DecodeGraph(qwen, cache.freeze(2), first).generate(2), want)
 
 
 def test_nothing_moves_and_the_packed_windows_are_shared(qwen):

@@ -27,6 +27,10 @@ NAME = "wqlab_windowquant"
 #: The kernel is made for this many query tokens; a longer question reads the decoded cache.
 MAX_QUERY_TOKENS = 64
 _CARRIED = "_wqlab_layer"
+_FROZEN = (
+    "a frozen cache shows every token that was no padding when it was frozen, but {why}; give the padding to freeze() and no "
+    "attention mask to the model, or use the cache without freezing it"
+)
 
 
 def carrying(key: Tensor, layer: WindowQuantLayer | FrozenLayer) -> Tensor:
@@ -57,11 +61,8 @@ def _frozen(layer: FrozenLayer, query: Tensor, mask: Tensor | None, options: dic
     """Return attention of one token over a layer that knows its own length and padding."""
     window = options.get("sliding_window")
     if mask is not None or (window is not None and window < layer.get_seq_length()):
-        why = "a mask was given" if mask is not None else f"there is a sliding window of {window} tokens"
-        raise UnsupportedError(
-            f"a frozen cache shows every token that was no padding when it was frozen, but {why}; give the padding to freeze() and "
-            "no attention mask to the model, or use the cache without freezing it"
-        )
+        why = "an attention mask was given" if mask is not None else f"there is a sliding window of {window} tokens"
+        raise UnsupportedError(_FROZEN.format(why=why))
     return layer.store.attend(query, options.get("scaling")).transpose(1, 2).contiguous()
 
 
@@ -79,8 +80,21 @@ def _is_plain(mask: Tensor | None, q_len: int, seq_len: int, sliding_window: int
     return q_len == 1 or bool((mask[:, 0] == (mask[:, 0, -1:] & causal)).all())
 
 
+def _mask(*args: Any, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """Return the mask that SDPA takes; none for a frozen cache, which says that it hands over no key.
+
+    While a CUDA graph is recorded, transformers would else make one, of the length at that time.
+    """
+    if kv_length:
+        result: Tensor | None = sdpa_mask(*args, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
+        return result
+    if attention_mask is not None:
+        raise UnsupportedError(_FROZEN.format(why="an attention mask was given"))
+    return None
+
+
 AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)  # without it transformers passes no mask at all for an unknown name
+AttentionMaskInterface.register(NAME, _mask)  # without it transformers passes no mask at all for an unknown name
 
 
 @contextmanager

@@ -48,6 +48,10 @@ class FrozenLayer(DynamicLayer):  # type: ignore[misc]
         """Return the tokens held."""
         return self._cache.seq_len
 
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the length and offset of the key that is handed over, which is empty: no mask is to be made."""
+        return 0, 0
+
     def _refuse(self, *args: Any) -> NoReturn:
         raise UnsupportedError("a frozen cache keeps its rows; choose, repeat or reset them before it is frozen")
 

@@ -67,7 +67,7 @@ def fused(model: Qwen2ForCausalLM, compiled: bool = True) -> Iterator[None]:
         Whether torch.compile makes one kernel of each elementwise chain. It needs a compiler on the machine.
     """
     chosen: Callable[[Callable[..., Any]], Callable[..., Any]] = _compiled if compiled else lambda function: function
-    norm, add_norm, rotate, gate = map(chosen, (_norm, _add_norm, _rotate, _gate))
+    norm, add_norm, rotate, gate = chosen(_norm), chosen(_add_norm), chosen(_rotate), chosen(_gate)
     changed: list[nn.Module] = []
 
     def put(module: nn.Module, forward: Callable[..., Any]) -> None:
