@@ -31,6 +31,8 @@ _TABLE8_ROWS = {FP16: "full precision", PACKED: "WindowQuant"}
 _TABLE8_COLUMNS = {"paper_memory_gb": "memory", "paper_tokens_per_s": "decode throughput"}
 #: Cases of the record window_search: search and plan per window, and the same per token, as far as it was measured.
 WINDOW_SEARCH, TOKEN_SEARCH = "search_and_plan", "token_search_and_plan"
+#: What stands in place of the device where the launches were recorded in a CUDA graph.
+GRAPH = "cuda graph"
 _SEARCHES = {WINDOW_SEARCH: "per window", TOKEN_SEARCH: "per token"}
 
 
@@ -143,12 +145,15 @@ def _searches(gpu: str) -> Record | None:
 
 
 def _search_rows(record: Record) -> pd.DataFrame:
-    """Return search and plan, per window and per token, on the devices that were measured, in float32."""
+    """Return search and plan, per window and per token, in float32, on the devices and in the ways that were measured."""
     import pandas as pd
 
     data = record.data[record.data["case"].isin(_SEARCHES) & (record.data["dtype"] == "float32")]
-    columns = {"part": "search", "method": data["case"].map(_SEARCHES), "device": data["device"]}
-    return pd.DataFrame({**columns, "search_ms": data["median_us"] / 1e3, "visual_tokens": data["num_visual"].astype(float)})
+    common = {"part": "search", "method": data["case"].map(_SEARCHES), "visual_tokens": data["num_visual"].astype(float)}
+    found = [pd.DataFrame({**common, "device": data["device"], "search_ms": data["median_us"] / 1e3})]
+    if "graph_us" in data:
+        found.append(pd.DataFrame({**common, "device": GRAPH, "search_ms": data["graph_us"] / 1e3}).dropna(subset=["search_ms"]))
+    return pd.concat(found)
 
 
 def _values(table: pd.DataFrame, steps: pd.DataFrame) -> dict[str, Value]:
@@ -182,10 +187,11 @@ def _values(table: pd.DataFrame, steps: pd.DataFrame) -> dict[str, Value]:
         found["kv_ratio"] = (float(held[FP16] / held[PACKED]), "ratio", "kv_gb")
         found["memory_saved_gb"] = (float(most_held[FP16] - most_held[PACKED]), "GB", "peak_memory_gb")
     if "search_ms" in table:
-        on_gpu = table[(table["part"] == "search") & (table["device"] == "cuda")].set_index("method")["search_ms"]
+        # The faster way of each: launched one by one, or in a CUDA graph.
+        fastest = table[(table["part"] == "search") & table["device"].isin(("cuda", GRAPH))].groupby("method")["search_ms"].min()
         for case, name in _SEARCHES.items():
-            if name in on_gpu.index:
-                found[f"{case}_ms"] = (float(on_gpu[name]), "ms", "search_ms")
-        if set(_SEARCHES.values()) <= set(on_gpu.index):
-            found["token_to_window_search"] = (float(on_gpu["per token"] / on_gpu["per window"]), "ratio", "search_ms")
+            if name in fastest.index:
+                found[f"{case}_ms"] = (float(fastest[name]), "ms", "search_ms")
+        if set(_SEARCHES.values()) <= set(fastest.index):
+            found["token_to_window_search"] = (float(fastest["per token"] / fastest["per window"]), "ratio", "search_ms")
     return decode_steps.stated(found)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_DEVICES = {"cpu": "0.6", "cuda": "#009E73"}
+_DEVICES = {"cpu": "0.6", "cuda": "#009E73", "cuda graph": "#CC79A7"}
 
 
 @register("figure", "memory_and_throughput")
@@ -101,12 +101,12 @@ def _search(axes: Axes, rows: pd.DataFrame, result: Result) -> None:
         return
     names = list(dict.fromkeys(rows["method"]))
     for place, name in enumerate(names):
-        for offset, (device, colour) in zip((0.2, -0.2), _DEVICES.items(), strict=True):
+        for offset, (device, colour) in zip((-0.26, 0.0, 0.26), _DEVICES.items(), strict=True):
             own = rows[(rows["method"] == name) & (rows["device"] == device)]["search_ms"]
             if len(own):
                 value = float(own.iloc[0])
                 text = label(device, result, "search_ms") if not place else None
-                axes.barh(place + offset, value, height=0.36, color=colour, label=text)
+                axes.barh(place + offset, value, height=0.24, color=colour, label=text)
                 axes.annotate(
                     f"{value:.3g}", (value, place + offset), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7.5
                 )
@@ -114,7 +114,7 @@ def _search(axes: Axes, rows: pd.DataFrame, result: Result) -> None:
     axes.set(xlabel=f"ms, {int(rows['visual_tokens'].iloc[0]):,} visual tokens", ylim=(len(names) - 0.5, -0.9))
     axes.set_xlim(0, float(rows["search_ms"].max()) * 1.25)
     axes.grid(visible=False, axis="y")
-    axes.legend(loc="upper right", ncols=2, fontsize=7)
+    axes.legend(loc="upper right", ncols=3, fontsize=6.5, columnspacing=0.8, handlelength=1.0)
 
 
 def _say(axes: Axes, text: str) -> None:
