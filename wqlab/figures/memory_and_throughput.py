@@ -99,13 +99,14 @@ def _search(axes: Axes, rows: pd.DataFrame, result: Result) -> None:
     if "search_ms" not in rows or not len(rows):
         _say(axes, "no search was recorded")
         return
-    names = list(dict.fromkeys(rows["method"]))
+    names, named = list(dict.fromkeys(rows["method"])), set[str]()
     for place, name in enumerate(names):
         for offset, (device, colour) in zip((-0.26, 0.0, 0.26), _DEVICES.items(), strict=True):
             own = rows[(rows["method"] == name) & (rows["device"] == device)]["search_ms"]
             if len(own):
                 value = float(own.iloc[0])
-                text = label(device, result, "search_ms") if not place else None
+                text = label(device, result, "search_ms") if device not in named else None
+                named.add(device)
                 axes.barh(place + offset, value, height=0.24, color=colour, label=text)
                 axes.annotate(
                     f"{value:.3g}", (value, place + offset), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7.5
