@@ -107,7 +107,7 @@ def test_a_broken_limit_is_recorded_and_named_by_its_seeds(tmp_path, without_gpu
 
 
 def test_cases_that_cannot_run_end_the_bench_early(without_gpu, monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(decode_cases, "build", fail)

@@ -81,7 +81,8 @@ class Built(NamedTuple):
     truth : Tensor
         float64, from ``code * scale + minimum`` in float64.
     truth_rounded : Tensor
-        float64, from the same rounded to the dtype of the metadata, which is what the Triton kernel and the reference decode to.
+        float64, from the same rounded to the dtype of the metadata, which is what the Triton kernel and the reference decode to;
+        NaN where `build` was told to leave it out.
     """
 
     query: Tensor
@@ -144,7 +145,7 @@ def draw_alike(seed: int, kind: int, largest: int = 4096) -> DecodeCase:
     return dataclasses.replace(case, lengths=_lengths(case, pick))
 
 
-def build(case: DecodeCase, device: torch.device) -> Built:
+def build(case: DecodeCase, device: torch.device, rounded_too: bool = True) -> Built:
     """Return the tensors of a case on `device`, and what attention over them is.
 
     Parameters
@@ -154,6 +155,8 @@ def build(case: DecodeCase, device: torch.device) -> Built:
         order does not hold.
     device : torch.device
         Where everything is made.
+    rounded_too : bool
+        Whether `Built.truth_rounded` is computed.
     """
     import torch
 
@@ -190,8 +193,9 @@ def build(case: DecodeCase, device: torch.device) -> Built:
             coders = [quantizers.create("rtn", bits, case.window_size, "window_channel", role) for role in ("key", "value")]
             coded = [coder.quantize(x) for coder, x in zip(coders, tokens(count), strict=True)]
             exact.append((_exact(coded[0]), _exact(coded[1]), mask))
-            decoded = [coder.dequantize(x).double() for coder, x in zip(coders, coded, strict=True)]
-            rounded.append((decoded[0], decoded[1], mask))
+            if rounded_too:
+                decoded = [coder.dequantize(x).double() for coder, x in zip(coders, coded, strict=True)]
+                rounded.append((decoded[0], decoded[1], mask))
             segments.append(_packed(coded, held if case.lengths else None, mask))
         else:
             for parts in (exact, rounded):
@@ -211,8 +215,9 @@ def build(case: DecodeCase, device: torch.device) -> Built:
         else:
             segments.append(dense)
     query = normal(case.batch, case.kv_heads * case.group, case.q_len, case.head_dim).to(dtype)
-    truths = [attend(query, parts, case) for parts in (exact, rounded)]
-    return Built(query, MixedKV(tuple(segments), tail), truths[0], truths[1])
+    truth = attend(query, exact, case)
+    truth_rounded = attend(query, rounded, case) if rounded_too else torch.full_like(truth, math.nan)
+    return Built(query, MixedKV(tuple(segments), tail), truth, truth_rounded)
 
 
 def attend(query: Tensor, parts: Sequence[tuple[Tensor, Tensor, Tensor | None]], case: DecodeCase) -> Tensor:
