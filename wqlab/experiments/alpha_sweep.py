@@ -1,4 +1,4 @@
-"""Thresholds, tokens per bit width and bits per element against alpha (WindowQuant, Eq. 10 and 11, Fig. 13b and 14)."""
+"""Thresholds, tokens per bit width, bits per element and latency against alpha (WindowQuant, Eq. 10 and 11, Fig. 13 and 14)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from wqlab.experiments import Experiment, slider, video_prompts
+from wqlab.experiments import Experiment, gpu_records, slider, video_prompts
 from wqlab.experiments.video_prompts import VideoParameters
 from wqlab.models.shipped import POCKET_VLM
 from wqlab.profile import environment
@@ -28,6 +28,7 @@ Floats = NDArray[np.float64]
 _WIDTHS = (16, 4, 2)
 _NORMALIZE = ("none", "minmax", "rank")
 _WINDOW = 32
+_TIMES = ("latency_us", "p10_us", "p90_us")
 
 
 class AlphaSweepParameters(VideoParameters):
@@ -43,12 +44,15 @@ class AlphaSweepParameters(VideoParameters):
         ``video``: of PocketBench's videos to their questions, and s_i of the pocket VLM, both measured. ``prose``: recorded
         similarities of text windows to questions, and s_i of SmolLM2. ``uniform``: evenly spread scores under the s_i of SmolLM2, a
         simulated yardstick.
+    gpu : str
+        Whose record of attention's latency is shown; recorded are the plans of ``video`` and ``prose`` at their defaults.
     """
 
     alpha: float = slider(2.0, 0.1, 12.0, 0.1, "width of the INT4 band; the paper uses 2", gt=0, le=700)
     normalize: Literal["none", "minmax", "rank"] = Field("minmax", description="how similarities reach (0, 1)")
     similarity: Literal["video", "prose", "uniform"] = Field("video", description="where window similarities come from")
     video: Literal["hard", "easy"] = Field("hard", description="PocketBench split that the pocket VLM watches")
+    gpu: str = Field("h200", description="whose record of latency against alpha")
 
     def source(self) -> tuple[Any, ...]:
         """Return what decides s_i and similarities."""
@@ -169,7 +173,7 @@ class AlphaSweep(Experiment[AlphaSweepParameters]):
         return parameters.video_parts() if parameters.similarity == "video" else []
 
     def run(self, parameters: AlphaSweepParameters) -> Result:
-        """Compute four parts in one table.
+        """Compute five parts in one table.
 
         Returns
         -------
@@ -178,7 +182,8 @@ class AlphaSweep(Experiment[AlphaSweepParameters]):
             (mean over questions). ``part == "sweep"``: for each ``normalize``, ``alpha`` and ``bits`` the ``share`` of windows,
             mean over layers and questions, and ``bits_per_element`` of the whole mix, metadata included. ``part == "prose"``: the
             same from the recorded calibration of SmolLM2, as ``recorded_share`` and ``recorded_bits_per_element``; values without
-            a prefix are of these.
+            a prefix are of these. ``part == "latency"``, where it was recorded: for each ``similarity``, ``normalize`` and
+            ``alpha`` the ``latency_us`` of one layer's attention over the mean mix of the committed figure.
         """
         import pandas as pd
 
@@ -194,11 +199,14 @@ class AlphaSweep(Experiment[AlphaSweepParameters]):
         )
         recorded = {name: f"recorded_{name}" for name in ("share", "bits_per_element")}
         prose = _sweep(("prose",)).rename(columns=recorded).assign(part="prose")
-        data = pd.concat([curve, layers, _sweep(source).assign(part="sweep"), prose], ignore_index=True)
+        latency, timed, said = _latency(p.gpu)
+        parts = [curve, layers, _sweep(source).assign(part="sweep"), prose, *([latency] if len(latency) else [])]
+        data = pd.concat(parts, ignore_index=True)
         importance_record, similarity_record, *_ = _recorded()
         formula = Evidence(kind="simulated", source="Eq. 10 and 11")
         s_i, recorded_counts = importance_record.evidence(), similarity_record.evidence()
         counts, inputs = recorded_counts, [importance_record.input(), similarity_record.input()]
+        inputs += [record.input() for record in timed]
         notes = ["Prose is a proxy: windows of text, s_i of SmolLM2; plans follow from the records by Eq. 10 and 11."]
         if p.similarity == "video":
             seen = _watch(*p.watched())
@@ -220,15 +228,48 @@ class AlphaSweep(Experiment[AlphaSweepParameters]):
                 "s_i": s_i,
                 **dict.fromkeys(("tokens", "share", "bits_per_element"), counts),
                 **dict.fromkeys(recorded.values(), recorded_counts),
+                **{name: record.evidence() for record in timed for name in _TIMES},
             },
-            values=_recorded_values() | (_video_values(source) if p.similarity == "video" else {}),
+            values=_recorded_values() | (_video_values(source) if p.similarity == "video" else {}) | _latency_values(p.gpu),
             inputs=inputs,
             notes=[
                 f"Similarities: normalize={p.normalize}. The first window stays at 16 bits. Bits per element count FP16 scale and "
                 "minimum per window and channel.",
                 *notes,
+                said,
             ],
         )
+
+
+@lru_cache(maxsize=4)
+def _latency(gpu: str) -> tuple[pd.DataFrame, list[Record], str]:
+    """Return the recorded latencies (an empty table where there are none), the record in a list, and what to say of it."""
+    import pandas as pd
+
+    record = gpu_records.find("alpha_latency", gpu)
+    columns = ["part", "similarity", "normalize", "alpha", *_TIMES]
+    if record is None or record.data["latency_us"].isna().all():
+        return pd.DataFrame(columns=columns), [], f"Latency on {gpu} is missing: {gpu_records.how_to_get('alpha_latency', gpu)}."
+    found = record.data[record.data["latency_us"].notna()].assign(part="latency")
+    first = found.iloc[0]
+    said = (
+        f"Latency: one layer's attention, batch {first['batch']}, {first['seq_len']:,} tokens, {first['num_heads']} heads over "
+        f"{first['num_kv_heads']}, at the mean mix of all layers for the default videos, and of prose."
+    )
+    return found[columns].reset_index(drop=True), [record], said
+
+
+def _latency_values(gpu: str) -> dict[str, Value]:
+    """Return the recorded latencies of the default plans (videos, minmax): at three alphas, and the slowest over the fastest."""
+    table = _latency(gpu)[0]
+    rows = table[(table["similarity"] == "video") & (table["normalize"] == "minmax")]
+    found: dict[str, tuple[float, str, str]] = {}
+    for name, alpha in (("0_5", 0.5), ("2", 2.0), ("8", 8.0)):
+        for latency in rows.loc[np.isclose(rows["alpha"].astype(float), alpha), "latency_us"]:
+            found[f"latency_us_alpha_{name}"] = (float(latency), "us", "latency_us")
+    if len(rows):
+        found["latency_slowest_to_fastest"] = (float(rows["latency_us"].max() / rows["latency_us"].min()), "ratio", "latency_us")
+    return gpu_records.stated(found)
 
 
 def _at(table: pd.DataFrame, normalize: str, alpha: float) -> pd.DataFrame:

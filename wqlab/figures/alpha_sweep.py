@@ -1,4 +1,4 @@
-"""Fig. 13b and 14: the two threshold functions, tokens per bit width per layer, bits per element and the mix against alpha."""
+"""Fig. 13 and 14: the two threshold functions, tokens per width per layer; bits per element, mix and latency against alpha."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _QUIET = {"none": "#CC79A7", "minmax": "#009E73", "rank": "#56B4E9"}
 
 @register("figure", "alpha_sweep")
 def draw(result: Result) -> Figure:
-    """Draw f1 and f2 with the layers' s_i, stacked tokens per layer, and bits per element; below, shares per normalization."""
+    """Draw f1 and f2 with the layers' s_i, tokens per layer, and bits per element; below, shares and latency against alpha."""
     import matplotlib.pyplot as plt
 
     data, alpha = result.data, result.parameters["alpha"]
@@ -31,7 +31,8 @@ def draw(result: Result) -> Figure:
     grid = figure.add_gridspec(2, 1, height_ratios=[1.15, 1])
     upper = grid[0].subgridspec(1, 3)
     curves, layers, memory = (figure.add_subplot(upper[column]) for column in range(3))
-    mixes = figure.add_subplot(grid[1])
+    lower = grid[1].subgridspec(1, 2, width_ratios=[2.1, 1])
+    mixes, latency = figure.add_subplot(lower[0]), figure.add_subplot(lower[1])
 
     curve = data[data["part"] == "curve"]
     style = EVIDENCE_STYLE[result.evidence["t_low"].kind]
@@ -66,6 +67,7 @@ def draw(result: Result) -> Figure:
     memory.minorticks_off()
     memory.set_xlabel("alpha")
     _mixes(mixes, parts["sweep"], result)
+    _latency(latency, parts.get("latency"), result)
     return figure
 
 
@@ -118,6 +120,34 @@ def _mixes(axis: Axes, sweep: pd.DataFrame, result: Result) -> None:
         title="Mix over all layers, by normalization", xlabel="alpha", ylabel=label("share of windows, %", result, "share"),
         xlim=(-0.05, 3.25), ylim=(-3, 114), yticks=(0, 25, 50, 75, 100),
     )  # fmt: skip
+
+
+def _latency(axis: Axes, rows: pd.DataFrame | None, result: Result) -> None:
+    """Draw the recorded latencies with the chosen normalization, or say what is missing."""
+    gpu, chosen, alpha = (result.parameters[name] for name in ("gpu", "normalize", "alpha"))
+    axis.set_title(f"Latency of attention ({chosen})")
+    if rows is None:
+        text = f"not recorded on {gpu};\non such a GPU, run\nwqlab bench alpha_latency"
+        axis.text(0.5, 0.5, text, ha="center", va="center", fontsize=8, transform=axis.transAxes)
+        axis.set_axis_off()
+        return
+    style, top = EVIDENCE_STYLE[result.evidence["latency_us"].kind] | {"markersize": 4}, 0.0
+    for similarity, colour in (("video", "black"), ("prose", "0.55")):
+        own = rows[(rows["normalize"] == chosen) & (rows["similarity"] == similarity)].sort_values("alpha")
+        if own.empty:
+            continue
+        times = own[["latency_us", "p10_us", "p90_us"]].to_numpy(dtype=float)
+        alphas, top = own["alpha"].to_numpy(dtype=float), max(top, float(np.nanmax(times)))
+        axis.plot(alphas, times[:, 0], color=colour, label=label(similarity, result, "latency_us"), **style)
+        axis.fill_between(alphas, times[:, 1], times[:, 2], color=colour, alpha=0.15, linewidth=0)
+    axis.axvline(alpha, color="0.35", linewidth=1, linestyle=":")
+    axis.set_xscale("log")
+    axis.set_xlim(0.085, 14)
+    axis.set_ylim(0, 1.35 * top)
+    axis.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
+    axis.minorticks_off()
+    axis.set(xlabel="alpha", ylabel="one layer, us")
+    axis.legend(loc="upper left", fontsize=7)
 
 
 def _place(alpha: Any) -> Any:
