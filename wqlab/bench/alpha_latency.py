@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from wqlab import paths
+from wqlab.bench import Headline
 from wqlab.bench.decode_caches import WINDOW_SIZE, Shape, Tokens, cache_bytes, random_cache, relative_error
 from wqlab.bench.points import PointBench, Row, guarded, timed
 from wqlab.errors import RecordError
@@ -116,6 +117,15 @@ class AlphaLatencyBench(PointBench):
     def finish(self, data: pd.DataFrame) -> pd.DataFrame:
         """Sort by source, normalization and alpha."""
         return data.sort_values(["similarity", "normalize", "alpha"], ignore_index=True)
+
+    def headlines(self, data: pd.DataFrame) -> list[Headline]:
+        """Return the slowest alpha's latency over the fastest one's, for the figure's default plans."""
+        times = data.loc[(data["similarity"] == "video") & (data["normalize"] == "minmax"), "latency_us"].dropna()
+        if times.empty:
+            return []
+        return [
+            Headline("attention, slowest to fastest alpha", float(times.max() / times.min()), None, "ratio", "fig13a-alpha-latency")
+        ]
 
 
 def whole_windows(shares: tuple[float, float, float], seq_len: int) -> Tokens:

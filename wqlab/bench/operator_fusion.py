@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from wqlab.bench import Headline
 from wqlab.bench.decode_caches import Shape, cache_bytes, random_cache, relative_error, split_tokens
 from wqlab.bench.points import PointBench, Row, fresh_memory, guarded, timed
 from wqlab.profile.timing import launch_times, rotation
@@ -119,6 +120,16 @@ class OperatorFusionBench(PointBench):
         data["fused_us"] = [float(fused.get(tuple(row), float("nan"))) for row in data[keys].itertuples(index=False)]
         data["ratio"] = data["latency_us"] / data["fused_us"]
         return data
+
+    def headlines(self, data: pd.DataFrame) -> list[Headline]:
+        """Return the tuned unfused step against the fused one, at the shapes and the mix 10/30/60."""
+        found = []
+        rows = data[(data["arrangement"] == SDPA) & (data["mix"] == MIXES[0]) & data["ratio"].notna()]
+        for row in rows.itertuples():
+            claim = "table9-attention" if (row.batch, row.seq_len) == (SHAPES[0].batch, SHAPES[0].seq_len) else None
+            name = f"unfused to fused attention, {row.batch} x {row.seq_len:,} tokens, {row.mix}"
+            found.append(Headline(name, float(str(row.ratio)), None, "ratio", claim))
+        return found
 
 
 class _Case:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from wqlab.bench import Headline
 from wqlab.bench.decode_caches import WINDOW_SIZE, Shape, cache_bytes, random_cache, relative_error, split_tokens
 from wqlab.bench.points import PointBench, Row, clock, guarded, timed
 from wqlab.errors import MissingPartError
@@ -20,6 +21,7 @@ from wqlab.profile.timing import launch_times, rotation
 from wqlab.registry import register
 
 if TYPE_CHECKING:
+    import pandas as pd
     import torch
     from torch import Tensor
 
@@ -131,13 +133,24 @@ class WidthOrderBench(PointBench):
         found = counters(point) if wanted else [_not_counted(point, device)] * len(ARRANGEMENTS)
         return [{**row, **counts} for row, counts in zip(rows, found, strict=True)]
 
-    def finish(self, data: Any) -> Any:
+    def finish(self, data: pd.DataFrame) -> pd.DataFrame:
         """Add the ratio to the reordered cache."""
         keys = [*Shape._fields, "plan"]
         known = data[data["arrangement"] == REORDERED].set_index(keys)["latency_us"]
         data["reordered_us"] = [float(known.get(tuple(row), float("nan"))) for row in data[keys].itertuples(index=False)]
         data["ratio"] = data["latency_us"] / data["reordered_us"]
         return data
+
+    def headlines(self, data: pd.DataFrame) -> list[Headline]:
+        """Return the arrangements in place against the reordered one, for the clustered plan."""
+        found = []
+        rows = data[data["arrangement"].isin([TABLE, RUNS]) & (data["plan"] == PLANS[0]) & data["ratio"].notna()]
+        for row in rows.itertuples():
+            printed = (row.batch, row.seq_len, row.arrangement) == (SHAPES[1].batch, SHAPES[1].seq_len, TABLE)
+            way = "one launch" if row.arrangement == TABLE else "a launch per run"
+            name = f"widths in place ({way}) to reordered, {row.batch} x {row.seq_len:,} tokens"
+            found.append(Headline(name, float(str(row.ratio)), None, "ratio", "table8-reorder-speed" if printed else None))
+        return found
 
 
 def order_of(point: Point) -> tuple[int, ...]:

@@ -80,5 +80,5 @@ def _sectors(axes: Axes, bench: pd.DataFrame, result: Result) -> None:
     axes.set_ylim(0, max(16.0, *rows["sectors_per_request"]) * 1.3)
     axes.set_xticks([])
     axes.set_ylabel(label("32-byte sectors per request", result, "sectors_per_request"))
-    axes.set_xlabel(f"{rows['shape'].iloc[0]}, colours as on the left; MB: read from memory", fontsize=8)
+    axes.set_xlabel(f"{rows['shape'].iloc[0]}, colours as on the left\nMB: read from memory", fontsize=8)
     axes.grid(axis="x", visible=False)
