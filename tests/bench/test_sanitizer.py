@@ -50,6 +50,10 @@ def test_what_is_found_ends_the_bench_with_an_error(monkeypatch):
     clean, bad = sanitizer.Finding("clean", 0), sanitizer.Finding("found: Race reported", 3)
     monkeypatch.setattr(sanitizer.SanitizerBench, "_run", staticmethod(lambda: ([clean, clean, bad], "2025.3")))
     found = sanitizer.SanitizerBench()
+    assert [(h.metric, h.ours) for h in found.headlines(found.measure())] == [
+        ("memcheck, all kernels", 0),
+        ("racecheck, all kernels", 3),
+    ]
     with pytest.raises(LimitError, match="racecheck: found: Race reported"):
         found.check(found.measure())
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from wqlab import paths, progress
-from wqlab.bench import Bench
+from wqlab.bench import Bench, Headline
 from wqlab.bench.sanitized_launches import DONE, KERNELS
 from wqlab.errors import LimitError
 from wqlab.registry import register
@@ -104,6 +104,11 @@ class SanitizerBench(Bench):
             raise LimitError(
                 f"sanitizer: {'; '.join(f'{tool}: {result}' for tool, result in zip(bad.tool, bad.result, strict=True))}"
             )
+
+    def headlines(self, data: pd.DataFrame) -> list[Headline]:
+        """Return how many errors each tool found; nothing for one that did not run."""
+        ran = data[data["errors"].notna() & (data["tool"] != "none")]
+        return [Headline(f"{row['tool']}, all kernels", row["errors"], None, "errors") for row in ran.to_dict("records")]
 
     @staticmethod
     def _run() -> tuple[list[Finding], str]:
