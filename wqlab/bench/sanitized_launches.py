@@ -9,13 +9,16 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wqlab.bench import decode_cases
 from wqlab.bench.decode_cases import DecodeCase
 
+if TYPE_CHECKING:
+    import torch
+
 #: Kernels that are checked; those of torch are not.
-KERNELS = ("mixed_decode", "encode_windows", "dequantize")
+KERNELS = ("mixed_decode", "mixed_decode_in_place", "encode_windows", "dequantize")
 #: What the program prints before its summary.
 DONE = "launches:"
 _LIMIT = 2e-3
@@ -69,6 +72,7 @@ def launches() -> Iterator[tuple[str, float]]:
             yield f"dequantize, case {number}", _difference(got, wanted)
     generator = torch.Generator().manual_seed(0)
     for head_dim in (64, 128):
+        yield from _in_place(head_dim, generator)
         key, value = (torch.randn((2, 2, 150, head_dim), generator=generator).half() for _ in range(2))
         for bits, window in ((4, 32), (2, 64)):
             at = torch.stack([torch.randperm(150, generator=generator)[:128].sort().values for _ in range(2)]).int()
@@ -76,6 +80,30 @@ def launches() -> Iterator[tuple[str, float]]:
             made = encode_windows(key.cuda(), value.cuda(), at.cuda(), bits, window, backend="cuda")
             want = encode_windows(key, value, at, bits, window, backend="reference")
             yield f"encode_windows, {bits} bits, {head_dim} channels", _difference((made.codes, made.meta), (want.codes, want.meta))
+
+
+def _in_place(head_dim: int, generator: torch.Generator) -> Iterator[tuple[str, float]]:
+    import torch
+
+    from wqlab.bench.decode_caches import Shape, Tokens, random_cache
+    from wqlab.ops.mixed_decode import MixedKV, in_place, reference
+
+    scaling = head_dim**-0.5
+    host = random_cache(Shape(2, 14, 2, 320, head_dim), Tokens(64, 96, 160), generator)
+    query = torch.randn((2, 14, 1, head_dim), generator=generator).half()
+    truth = reference.attend(query, host, scaling, torch.float64)
+    cache = MixedKV(tuple(_there(segment) for segment in host.segments))
+    kv = in_place.interleave(cache, [16, 4, 2, 2, 4, 2, 16, 2, 4, 2])
+    there = query.cuda()
+    for what, ready in (
+        ("one launch", in_place.prepared(there, kv, scaling)),
+        ("one launch, sorted", in_place.prepared(there, kv, scaling, "width")),
+        ("a launch per run", in_place.prepared_runs(there, kv, scaling, num_splits=2, num_lanes=2)),
+    ):
+        for _ in range(2):
+            output = ready.launch()
+        # Decoded values are rounded in the reference, which is far below the limit with these scales.
+        yield f"mixed_decode_in_place, {head_dim} channels, {what}", decode_cases.relative_error(output.cpu(), truth)
 
 
 def _there(segment: Any) -> Any:
