@@ -265,9 +265,8 @@ class WindowSearchBench(Bench):
         from wqlab.windows.thresholds import thresholds
 
         num_visual, width, layers = sizes
-        generator = torch.Generator().manual_seed(0)
-        text = torch.randn(_TEXT, width, generator=generator).to(device, dtype)
-        visual = torch.randn(num_visual, width, generator=generator).to(device, dtype)
+        generator = torch.Generator(device).manual_seed(0)
+        text, visual = (torch.randn(n, width, generator=generator, device=device).to(dtype) for n in (_TEXT, num_visual))
         calibrated = np.linspace(0.5, 0.95, layers)
         importance = torch.from_numpy(calibrated).to(device) if importance_on_device else calibrated
         # They depend on layer and alpha alone, so that a search per token need not compute them for each request.
