@@ -32,13 +32,23 @@ __device__ __forceinline__ u32 pack2(float low, float high) { return as_u32(__fl
 __device__ __forceinline__ float low_float(u32 x) { return __low2float(as_half2(x)); }
 __device__ __forceinline__ float high_float(u32 x) { return __high2float(as_half2(x)); }
 
-__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xFF800000); }
 __device__ __forceinline__ uint4 load_global16(const void* pointer) { return __ldg(static_cast<const uint4*>(pointer)); }
+__device__ __forceinline__ u32 minimum2(u32 x, u32 y) { return as_u32(__hmin2(as_half2(x), as_half2(y))); }
+__device__ __forceinline__ u32 maximum2(u32 x, u32 y) { return as_u32(__hmax2(as_half2(x), as_half2(y))); }
+__device__ __forceinline__ u32 add_zero_times(u32 x, u32 y) { return as_u32(__hfma2(as_half2(y), as_half2(0), as_half2(x))); }
+// The lower halfwords of two registers, or the upper ones; x's becomes the lower one.
+__device__ __forceinline__ u32 low_halves(u32 x, u32 y) { return __byte_perm(x, y, 0x5410); }
+__device__ __forceinline__ u32 high_halves(u32 x, u32 y) { return __byte_perm(x, y, 0x7632); }
+__device__ __forceinline__ u32 bits_of(float x) { return __float_as_uint(x); }
+__device__ __forceinline__ void store_words(void* to, const u32 (&x)[1]) { *static_cast<u32*>(to) = x[0]; }
+__device__ __forceinline__ void store_words(void* to, const u32 (&x)[2]) { *static_cast<uint2*>(to) = {x[0], x[1]}; }
+__device__ __forceinline__ void store_words(void* to, const u32 (&x)[4]) { *static_cast<uint4*>(to) = {x[0], x[1], x[2], x[3]}; }
 
-// Rounded up, to nearest; `half_up` returns bits.
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xFF800000); }
+
+// Rounded up; `half_up` returns bits.
 __device__ __forceinline__ float subtract_up(float x, float y) { return __fsub_ru(x, y); }
 __device__ __forceinline__ float divide_up(float x, float y) { return __fdiv_ru(x, y); }
-__device__ __forceinline__ float divide_nearest(float x, float y) { return __fdiv_rn(x, y); }
 __device__ __forceinline__ u32 half_up(float x) { return __half_as_ushort(__float2half_ru(x)); }
 
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -95,6 +105,7 @@ __device__ __forceinline__ Rows16 load_matrices_transposed(const void* row) {
 }
 
 __device__ __forceinline__ uint4 load_shared16(const void* pointer) { return *static_cast<const uint4*>(pointer); }
+__device__ __forceinline__ u32 shuffle_xor(u32 x, int lanes) { return __shfl_xor_sync(0xFFFFFFFF, x, lanes); }
 __device__ __forceinline__ float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(0xFFFFFFFF, x, lanes); }
 __device__ __forceinline__ bool any_lane(bool x) { return __any_sync(0xFFFFFFFF, x); }
 __device__ __forceinline__ u32 lanes_that(bool x) { return __ballot_sync(0xFFFFFFFF, x); }

@@ -119,6 +119,30 @@ inline uint4 load_global16(const void* pointer) {
     if (reinterpret_cast<uintptr_t>(pointer) % 16) std::abort();
     return *static_cast<const uint4*>(pointer);
 }
+inline u32 minimum2(u32 x, u32 y) {
+    using namespace emulation;
+    return pair_of(half(std::fmin(at(x, 0), at(y, 0))), half(std::fmin(at(x, 1), at(y, 1))));
+}
+inline u32 maximum2(u32 x, u32 y) {
+    using namespace emulation;
+    return pair_of(half(std::fmax(at(x, 0), at(y, 0))), half(std::fmax(at(x, 1), at(y, 1))));
+}
+inline u32 add_zero_times(u32 x, u32 y) {
+    using namespace emulation;
+    return pair_of(half(at(x, 0) + 0.0f * at(y, 0)), half(at(x, 1) + 0.0f * at(y, 1)));
+}
+inline u32 low_halves(u32 x, u32 y) { return (x & 0xFFFFu) | y << 16; }
+inline u32 high_halves(u32 x, u32 y) { return x >> 16 | (y & 0xFFFF0000u); }
+inline u32 bits_of(float x) {
+    u32 bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+template <int N>
+void store_words(void* to, const u32 (&x)[N]) {
+    if (reinterpret_cast<uintptr_t>(to) % sizeof x) std::abort();
+    std::memcpy(to, x, sizeof x);
+}
 // A difference or a quotient of halfs is exact in float64, or so near that rounding up from there is right.
 inline float float_up(double x) {
     float y = float(x);
@@ -126,7 +150,6 @@ inline float float_up(double x) {
 }
 inline float subtract_up(float x, float y) { return float_up(double(x) - double(y)); }
 inline float divide_up(float x, float y) { return float_up(double(x) / double(y)); }
-inline float divide_nearest(float x, float y) { return x / y; }
 inline u32 half_up(float x) {
     half y = half(x);
     uint16_t bits;
@@ -219,8 +242,9 @@ inline uint4 load_shared16(const void* pointer) {
     check_aligned(pointer, 16);
     return *static_cast<const uint4*>(pointer);
 }
-inline float shuffle_xor(float x, int lanes) {
-    float y = 0;
+template <class T>
+T shuffle_xor(T x, int lanes) {
+    T y = 0;
     emulation::together(x, [&](auto theirs) { y = theirs((emulation::current % 32) ^ lanes); });
     return y;
 }

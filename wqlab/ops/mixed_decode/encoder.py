@@ -112,7 +112,7 @@ def prepare(key: Tensor, value: Tensor, positions: Tensor, num_bits: int, window
     )  # fmt: skip
     x.key_batch, x.key_head, x.key_token = (2 * stride for stride in key.stride()[:3])
     x.value_batch, x.value_head, x.value_token = (2 * stride for stride in value.stride()[:3])
-    shared = 2 * window_size * (head_dim + 8) + 3 * 4 * head_dim
+    shared = 4 * window_size * head_dim  # the window's keys and values
     segment = FragmentSegment(codes, meta, num_bits, window_size, head_dim)
     return Call(x, (batch * kv_heads, windows), shared, segment, spoiled, (key, value, positions, codes, meta, spoiled))
 
