@@ -67,7 +67,7 @@ def order_rows(counted=True, slower=(1, 1.25, 1.5, 8)):
                     "launches": 10 if arrangement == RUNS else 1, **times(20.0 * factor), "seed": 0,
                     "counters": "unavailable: ncu is not installed",
                 }  # fmt: skip
-                if counted and shape == ORDER_SHAPES[0]:
+                if counted and (shape, plan) == (ORDER_SHAPES[0], PLANS[0]):
                     row |= {"counters": "ncu", "sectors_per_request": 16.0, "dram_bytes": 10**8}
                 rows.append(row)
     return rows

@@ -101,6 +101,12 @@ def test_it_compiles_for_sm_90_without_spills(head_dim):
     assert usage.registers * dequantizer._THREADS * dequantizer._PROGRAMS <= 65536
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
+def test_it_compiles_for_older_gpus_without_spills(arch):
+    assert not codegen.compile_cubin(dequantizer.source(128), arch=arch).usage["dequantize"].spills
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("head_dim", [64, 128])

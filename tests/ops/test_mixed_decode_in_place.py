@@ -124,6 +124,13 @@ def test_it_compiles_for_sm_90_without_spills(head_dim, num_warps):
     assert usage.registers <= 128
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
+def test_it_compiles_for_older_gpus_without_spills(arch):
+    tiling = cuda_kernel.choose(128, (2, 4), True, 164 << 10 if arch == "sm_80" else 100 << 10)
+    assert not codegen.compile_cubin(in_place.source(tiling), arch=arch).usage["mixed_decode_in_place"].spills
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("windows", [(10, 30, 60), (0, 3, 1), (2, 0, 0)])

@@ -58,6 +58,9 @@ class Point(NamedTuple):
         return f"{tuple(self.shape)} {self.plan}"
 
 
+_COUNTED_POINT = Point(SHAPES[0], PLANS[0])
+
+
 @register("bench", "width_order")
 class WidthOrderBench(PointBench):
     """Times of one layer's attention, and what its loads look like to the hardware's counters where ncu can read them."""
@@ -109,7 +112,7 @@ class WidthOrderBench(PointBench):
 
     def points(self, quick: bool) -> list[Any]:
         """Return shapes times plans."""
-        self._out_of_time, self._counted = clock(), False
+        self._out_of_time = clock()
         return [Point(shape, plan) for shape in (QUICK if quick else SHAPES) for plan in PLANS]
 
     def name_of(self, point: Point) -> Row:
@@ -128,8 +131,8 @@ class WidthOrderBench(PointBench):
             guarded({**named, "arrangement": arrangement}, partial(case.measure, arrangement, repeats))
             for arrangement in ARRANGEMENTS
         ]
-        # The counts of one shape tell how windows are loaded; another would add minutes and no news.
-        wanted = point.shape == SHAPES[0] and device.type == "cuda" and not self._out_of_time()
+        # The counts of one point tell how windows are loaded; another would add half a minute and little news.
+        wanted = point == _COUNTED_POINT and device.type == "cuda" and not self._out_of_time()
         found = counters(point) if wanted else [_not_counted(point, device)] * len(ARRANGEMENTS)
         return [{**row, **counts} for row, counts in zip(rows, found, strict=True)]
 
@@ -291,4 +294,4 @@ def launch_each(point: Point) -> None:
 def _not_counted(point: Point, device: torch.device) -> Row:
     if device.type != "cuda":
         return {"counters": "unavailable: torch finds no CUDA device"}
-    return {"counters": "not counted: " + ("the time was used up" if point.shape == SHAPES[0] else f"see {tuple(SHAPES[0])}")}
+    return {"counters": "not counted: " + ("the time was used up" if point == _COUNTED_POINT else f"see {_COUNTED_POINT}")}
