@@ -77,6 +77,31 @@ def test_the_launch_that_is_chosen():
     assert error(emulate(call), truth(query, cache)) < LIMIT
 
 
+def test_lanes_run_beside_each_other(monkeypatch):
+    """Each of the streams beside waits for the caller's once, before its first launch, and is waited for at the end."""
+    log = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            log.append(f"{self.name} waits for {other.name}")
+
+    class Kernel:
+        def launch(self, stream, grid, block, shared_bytes, arguments):
+            log.append(f"{stream.name} adds up in {arguments.first_slot}" if arguments.accumulate else f"{stream.name} begins")
+
+    query, _, kv = case()
+    call = in_place.prepare_runs(query, kv, 0.1, emulated.SHARED_LIMIT, num_lanes=3)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("caller"))
+    assert in_place.Prepared(call, Kernel(), (Stream("a"), Stream("b"))).launch() is call.output
+    assert log[:3] == ["a waits for caller", "b waits for caller", "caller begins"]
+    assert log[-2:] == ["caller waits for a", "caller waits for b"]
+    assert len(log) == call.launches + 4
+    assert {line for line in log if "adds" in line} == {"caller adds up in 0", "a adds up in 1", "b adds up in 2"}
+
+
 def test_units_lie_where_the_windows_are():
     _, cache, kv = case()
     units = [unit for window in in_place.units_of(kv) for unit in window]

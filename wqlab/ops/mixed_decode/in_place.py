@@ -107,9 +107,9 @@ class Prepared(NamedTuple):
     def launch(self) -> Tensor:
         """Queue all launches on torch's current stream, lanes after the first on streams beside it, and return the output."""
         current = torch.cuda.current_stream(self.call.output.device)
+        for stream in self.streams:  # before anything is launched, so that no lane waits for another
+            stream.wait_stream(current)
         for lane, stream in zip(self.call.lanes, (current, *self.streams), strict=True):
-            if stream is not current:
-                stream.wait_stream(current)
             for one in lane:
                 self.kernel.launch(
                     stream, one.grid, (32 * self.call.tiling.num_warps,), self.call.tiling.shared_bytes, one.arguments
