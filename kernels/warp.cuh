@@ -33,9 +33,9 @@ __device__ __forceinline__ float low_float(u32 x) { return __low2float(as_half2(
 __device__ __forceinline__ float high_float(u32 x) { return __high2float(as_half2(x)); }
 
 __device__ __forceinline__ uint4 load_global16(const void* pointer) { return __ldg(static_cast<const uint4*>(pointer)); }
-__device__ __forceinline__ u32 minimum2(u32 x, u32 y) { return as_u32(__hmin2(as_half2(x), as_half2(y))); }
-__device__ __forceinline__ u32 maximum2(u32 x, u32 y) { return as_u32(__hmax2(as_half2(x), as_half2(y))); }
-__device__ __forceinline__ u32 add_zero_times(u32 x, u32 y) { return as_u32(__hfma2(as_half2(y), as_half2(0), as_half2(x))); }
+// NaN where one of the two is.
+__device__ __forceinline__ u32 minimum2(u32 x, u32 y) { return as_u32(__hmin2_nan(as_half2(x), as_half2(y))); }
+__device__ __forceinline__ u32 maximum2(u32 x, u32 y) { return as_u32(__hmax2_nan(as_half2(x), as_half2(y))); }
 // The lower halfwords of two registers, or the upper ones; x's becomes the lower one.
 __device__ __forceinline__ u32 low_halves(u32 x, u32 y) { return __byte_perm(x, y, 0x5410); }
 __device__ __forceinline__ u32 high_halves(u32 x, u32 y) { return __byte_perm(x, y, 0x7632); }
@@ -107,6 +107,7 @@ __device__ __forceinline__ Rows16 load_matrices_transposed(const void* row) {
 __device__ __forceinline__ uint4 load_shared16(const void* pointer) { return *static_cast<const uint4*>(pointer); }
 __device__ __forceinline__ u32 shuffle_xor(u32 x, int lanes) { return __shfl_xor_sync(0xFFFFFFFF, x, lanes); }
 __device__ __forceinline__ float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(0xFFFFFFFF, x, lanes); }
+__device__ __forceinline__ float shuffle(float x, int lane) { return __shfl_sync(0xFFFFFFFF, x, lane); }
 __device__ __forceinline__ bool any_lane(bool x) { return __any_sync(0xFFFFFFFF, x); }
 __device__ __forceinline__ u32 lanes_that(bool x) { return __ballot_sync(0xFFFFFFFF, x); }
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
@@ -137,6 +138,9 @@ __device__ __forceinline__ void load_newest(float (&x)[4], const float* pointer)
 // `wait_copies` waits for all but its newest NEWEST groups, and for what the other lanes of the warp waited for.
 __device__ __forceinline__ void copy16(void* to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy16_or_zeros(void* to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int NEWEST>

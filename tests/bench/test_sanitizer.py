@@ -80,14 +80,14 @@ def test_it_runs_the_tools_as_they_want_to_be_called(tmp_path, monkeypatch):
     stand_in(
         tmp_path, "compute-sanitizer",
         f'echo "$PYTORCH_NO_CUDA_MEMORY_CACHING $@" >> {log}\ncase "$1" in --version) echo "Version 2025.3.1.0";; '
-        f'--help) echo "  --kernel-regex arg";; *) echo "{ENDED}"; echo "========= ERROR SUMMARY: 0 errors";; esac',
+        f'*) echo "{ENDED}"; echo "========= ERROR SUMMARY: 0 errors";; esac',
     )  # fmt: skip
     found, version = sanitizer.SanitizerBench._run()
     assert found == [sanitizer.Finding("clean", 0)] * 3
     assert version == "2025.3.1.0"
     lines = log.read_text().splitlines()
     assert sum(f"--tool {tool} " in line for tool in sanitizer.TOOLS for line in lines) == 2
-    assert all("--kernel-regex kns=mixed_decode" in line and "sanitized_launches" in line for line in lines if "--tool" in line)
+    assert all("sanitized_launches" in line for line in lines if "--tool" in line)
     assert all(line.startswith("1 ") for line in lines)
 
 

@@ -119,17 +119,15 @@ inline uint4 load_global16(const void* pointer) {
     if (reinterpret_cast<uintptr_t>(pointer) % 16) std::abort();
     return *static_cast<const uint4*>(pointer);
 }
+inline float least(float x, float y) { return x != x || y != y ? NAN : std::fmin(x, y); }
+inline float most(float x, float y) { return x != x || y != y ? NAN : std::fmax(x, y); }
 inline u32 minimum2(u32 x, u32 y) {
     using namespace emulation;
-    return pair_of(half(std::fmin(at(x, 0), at(y, 0))), half(std::fmin(at(x, 1), at(y, 1))));
+    return pair_of(half(least(at(x, 0), at(y, 0))), half(least(at(x, 1), at(y, 1))));
 }
 inline u32 maximum2(u32 x, u32 y) {
     using namespace emulation;
-    return pair_of(half(std::fmax(at(x, 0), at(y, 0))), half(std::fmax(at(x, 1), at(y, 1))));
-}
-inline u32 add_zero_times(u32 x, u32 y) {
-    using namespace emulation;
-    return pair_of(half(at(x, 0) + 0.0f * at(y, 0)), half(at(x, 1) + 0.0f * at(y, 1)));
+    return pair_of(half(most(at(x, 0), at(y, 0))), half(most(at(x, 1), at(y, 1))));
 }
 inline u32 low_halves(u32 x, u32 y) { return (x & 0xFFFFu) | y << 16; }
 inline u32 high_halves(u32 x, u32 y) { return x >> 16 | (y & 0xFFFF0000u); }
@@ -248,6 +246,11 @@ T shuffle_xor(T x, int lanes) {
     emulation::together(x, [&](auto theirs) { y = theirs((emulation::current % 32) ^ lanes); });
     return y;
 }
+inline float shuffle(float x, int lane) {
+    float y = 0;
+    emulation::together(x, [&](auto theirs) { y = theirs(lane); });
+    return y;
+}
 inline bool any_lane(bool x) {
     bool any = false;
     emulation::together(x, [&](auto theirs) {
@@ -281,6 +284,10 @@ void load_newest(float (&x)[N], const float* pointer) {
 inline void copy16(void* to, const void* from) {
     check_aligned(to, 16), check_aligned(from, 16);
     std::memcpy(to, from, 16);
+}
+inline void copy16_or_zeros(void* to, const void* from, bool there) {
+    check_aligned(to, 16), check_aligned(from, 16);
+    there ? std::memcpy(to, from, 16) : std::memset(to, 0, 16);
 }
 inline void commit_copies() {}
 template <int NEWEST>

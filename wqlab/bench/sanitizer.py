@@ -125,7 +125,8 @@ class SanitizerBench(Bench):
             reason = "unavailable: compute-sanitizer is not here; it comes with the CUDA toolkit (CUDA_HOME, or the path)"
             return [alone, *[Finding(reason, None)] * len(TOOLS)], ""
         version = next((line for line in _output([tool, "--version"])[0].splitlines() if line.startswith("Version")), "")
-        # No filter of kernels: how it is written differs between versions, and torch's few small kernels cost little. Errors of API calls are not looked for: asking the driver how many parameters a kernel has ends in one.
+        # No filter of kernels: how it is written differs between versions, and torch's few small kernels cost little.
+        # Errors of API calls are not looked for: asking the driver how many parameters a kernel has ends in one.
         options = ["--report-api-errors", "no", "--error-exitcode", "86"]
         progress.report(" and ".join(TOOLS), 1, 1 + len(TOOLS))
         with ThreadPoolExecutor() as pool:

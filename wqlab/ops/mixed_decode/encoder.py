@@ -29,9 +29,9 @@ class Arguments(ctypes.Structure):
     """``struct Arguments`` of the kernel; strides in bytes."""
 
     _fields_ = (
-        ("key", _Pointer), ("value", _Pointer), ("key_batch", _Long), ("key_head", _Long), ("key_token", _Long),
-        ("value_batch", _Long), ("value_head", _Long), ("value_token", _Long), ("positions", _Pointer), ("codes", _Pointer),
-        ("meta", _Pointer), ("spoiled", _Pointer), ("kv_heads", _Int), ("windows", _Int),
+        ("key", _Pointer), ("value", _Pointer), ("key_batch", _Long), ("key_head", _Long), ("value_batch", _Long),
+        ("value_head", _Long), ("positions", _Pointer), ("codes", _Pointer), ("meta", _Pointer), ("spoiled", _Pointer),
+        ("kv_heads", _Int), ("windows", _Int), ("key_token", _Int), ("value_token", _Int),
     )  # fmt: skip
 
 
@@ -152,6 +152,8 @@ def _strides(key: Tensor, value: Tensor) -> str | None:
     for name, x in (("keys", key), ("values", value)):
         if x.stride(3) != 1 or any(stride % 8 for stride in x.stride()[:3]) or x.data_ptr() % 16:
             return f"{name} have strides {x.stride()}; rows must be contiguous and start at multiples of 16 bytes"
+        if 2 * x.stride(2) >= 2**31:
+            return f"{name} have strides {x.stride()}; tokens must be less than 2 GiB apart"
     return None
 
 
