@@ -24,7 +24,7 @@ def emulate(cache, multiprocessors=132, copy_dense=True):
     key, value = outputs(cache)
     call = dequantizer.prepare(cache, key, value, multiprocessors, copy_dense)
     loaded = emulated.library(dequantizer.source(cache.head_dim), "dequantize")
-    emulated.launch(loaded, call.arguments, call.grid, dequantizer._THREADS, call.shared_bytes)
+    emulated.launch(loaded, call.arguments, call.grid, call.threads, call.shared_bytes)
     return key, value
 
 
@@ -98,7 +98,7 @@ def test_what_it_cannot_serve_is_said():
 def test_it_compiles_for_sm_90_without_spills(head_dim):
     usage = codegen.compile_cubin(dequantizer.source(head_dim), arch="sm_90").usage["dequantize"]
     assert not usage.spills
-    assert usage.registers * dequantizer._THREADS * dequantizer._PROGRAMS <= 65536
+    assert usage.registers * dequantizer._RESIDENT_THREADS <= 65536
 
 
 @pytest.mark.slow

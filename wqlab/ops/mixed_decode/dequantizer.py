@@ -19,9 +19,8 @@ from wqlab.layouts import bitpack, fragments
 from wqlab.ops.mixed_decode import cuda_kernel, reference
 from wqlab.ops.mixed_decode.operands import FragmentSegment, MixedKV, Segment
 
-_THREADS = 256
-#: Programs that a multiprocessor holds at once, with 64 registers a thread.
-_PROGRAMS = 4
+#: Threads that a multiprocessor holds at once, with 64 registers each.
+_RESIDENT_THREADS = 1024
 #: Bytes of a block that keep their banks in shared memory, and those that follow them there as padding.
 _RUN, _PADDING = 512, 16
 _Pointer, _Long, _Int = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
@@ -52,6 +51,7 @@ class Call(NamedTuple):
 
     arguments: Arguments
     grid: tuple[int]
+    threads: int
     shared_bytes: int
     kept: tuple[Tensor, ...]
 
@@ -64,7 +64,7 @@ class Prepared(NamedTuple):
 
     def launch(self, stream: torch.cuda.Stream | int | None = None) -> None:
         """Queue the kernel on a stream, by default torch's current one."""
-        self.kernel.launch(stream, self.call.grid, (_THREADS,), self.call.shared_bytes, self.call.arguments)
+        self.kernel.launch(stream, self.call.grid, (self.call.threads,), self.call.shared_bytes, self.call.arguments)
 
 
 def decode_into(cache: MixedKV, key: Tensor, value: Tensor, copy_dense: bool = True) -> None:
@@ -144,13 +144,15 @@ def prepare(cache: MixedKV, key: Tensor, value: Tensor, multiprocessors: int, co
         first += segment.tokens
     most = fragments.code_bytes(4, cache.head_dim)
     shared = 2 * (most // _RUN * (_RUN + _PADDING) + 8 * cache.head_dim)
-    grid = max(min(units * cache.batch * cache.num_kv_heads, multiprocessors * _PROGRAMS), 1)
-    return Call(x, (grid,), shared, tuple(kept))
+    threads = _threads(cache.head_dim)
+    grid = max(min(units * cache.batch * cache.num_kv_heads, multiprocessors * _RESIDENT_THREADS // threads), 1)
+    return Call(x, (grid,), threads, shared, tuple(kept))
 
 
 def source(head_dim: int) -> str:
     """Return the CUDA C++ for heads of so many channels."""
-    return codegen.render("dequantize", head_dim=head_dim, num_threads=_THREADS, programs=_PROGRAMS)
+    threads = _threads(head_dim)
+    return codegen.render("dequantize", head_dim=head_dim, num_threads=threads, programs=_RESIDENT_THREADS // threads)
 
 
 @functools.cache
@@ -179,12 +181,26 @@ def meta_places(head_dim: int) -> Tensor:
 
 @functools.cache
 def _tables(num_bits: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return `code_places` in a padded block, and `meta_places`, as the kernel reads them: 16 bits, unsigned."""
+    """Return where pairs of codes begin in a padded block, thread by thread, and `meta_places`: 16 bits, unsigned."""
     places = code_places(num_bits, head_dim)
-    padded = places + places // (8 * _RUN) * (8 * _PADDING)
+    keys, values = places[0, :, ::2], places[1, ::2]
+    if not (torch.equal(places[0, :, 1::2], keys + 16) and torch.equal(places[1, 1::2], values + 16)):
+        raise UnsupportedError(f"{fragments.LAYOUT} no longer has a pair of codes in the halves of a word, which this kernel reads")
+    threads = _threads(head_dim)
+    # A thread's two runs of keys lie `threads` runs apart; its two of values are those of a pair of tokens.
+    keys = keys.reshape(2, threads, 4).transpose(0, 1)
+    rows = torch.arange(fragments.BLOCK // 2)
+    values = values[(rows % 4 * 8 + rows // 4 * 2) // 2].reshape(threads, 8)
+    firsts = torch.cat([keys.flatten(), values.flatten()])
+    padded = firsts + firsts // (8 * _RUN) * (8 * _PADDING)
     # No uint16 in older versions of torch: the bits are the same.
     codes = torch.where(padded < 1 << 15, padded, padded - (1 << 16)).to(torch.int16)
     return codes.to(device), meta_places(head_dim).to(torch.int16).to(device)
+
+
+def _threads(head_dim: int) -> int:
+    """Return the threads of a program: each makes two of the runs of eight channels of a block's keys, and two of its values."""
+    return fragments.BLOCK * head_dim // 8 // 2
 
 
 @functools.cache
