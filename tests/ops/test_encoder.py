@@ -100,6 +100,14 @@ def test_it_compiles_for_sm_90_without_spills(num_bits, head_dim):
     assert not usage.spills
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
+@pytest.mark.parametrize("num_bits", [2, 4])
+def test_it_compiles_for_older_gpus_without_spills(num_bits, arch):
+    for head_dim in (64, 128):
+        assert not codegen.compile_cubin(encoder.source(head_dim, num_bits, 32), arch=arch).usage["encode_windows"].spills
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -224,14 +224,23 @@ def test_it_compiles_for_sm_90_without_spills(tiling):
     assert 16 // tiling.num_warps * (tiling.shared_bytes + 1024) <= 228 << 10
 
 
+#: Shared memory of a multiprocessor of older GPUs, less what is left for other needs.
+OLDER = {"sm_80": 162 << 10, "sm_86": 98 << 10, "sm_89": 98 << 10}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
+@pytest.mark.parametrize("arch", OLDER)
 def test_it_compiles_for_older_gpus_without_spills(arch):
-    limit = 164 << 10 if arch == "sm_80" else 100 << 10
-    tiling = cuda_kernel.choose(128, (2, 4), True, limit)
-    assert tiling.shared_bytes <= limit
-    usage = codegen.compile_cubin(cuda_kernel.source(tiling), arch=arch).usage["mixed_decode"]
-    assert not usage.spills
+    chosen = {
+        cuda_kernel.choose(head_dim, widths, dense, OLDER[arch], num_warps)
+        for num_warps in (16, 8)
+        for head_dim in (64, 128)
+        for widths, dense in (((), True), ((4,), True), ((2,), True), ((2, 4), True), ((2,), False))
+    }
+    for tiling in sorted(chosen):
+        usage = codegen.compile_cubin(cuda_kernel.source(tiling), arch=arch).usage["mixed_decode"]
+        assert not usage.spills
+        assert 16 // tiling.num_warps * (tiling.shared_bytes + 1024) <= OLDER[arch]
 
 
 def test_it_reads_what_a_cache_holds():
