@@ -118,14 +118,24 @@ def test_other_backends_read_the_same_windows():
     assert error(mixed_decode(query, in_place.in_order(kv)), truth(query, cache)) < LIMIT
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=60), st.integers(1, 40))
+@given(st.lists(st.integers(1, 9), max_size=60), st.integers(1, 40))
 def test_parts_hold_about_the_same_bytes(sizes, parts):
     firsts = in_place._shares(sizes, parts)
     assert len(firsts) == parts + 1
     assert (firsts[0], firsts[-1]) == (0, len(sizes))
     assert firsts == sorted(firsts)
     fair = sum(sizes) / parts
-    assert all(sum(sizes[a:b]) <= fair + max(sizes) for a, b in itertools.pairwise(firsts))
+    assert all(sum(sizes[a:b]) <= fair + max(sizes, default=0) for a, b in itertools.pairwise(firsts))
+
+
+def test_a_sorted_table_gives_every_program_its_part_of_each_width():
+    query, _, kv = case(windows=(4, 12, 24))
+    call = in_place.prepare(query, kv, 0.1, 132, emulated.SHARED_LIMIT, "width", num_splits=4)
+    table, first = call.kept[2], call.kept[3][0]
+    assert len(table) == 4 * 4 + 12 + 24
+    for split in range(4):
+        kinds = (table[first[16 * split] : first[16 * split + 16]] % 4).tolist()
+        assert kinds == [0] * 3 + [1] * 6 + [2] * 4
 
 
 def test_what_cannot_be_laid_out_is_said():

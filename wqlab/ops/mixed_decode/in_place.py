@@ -202,10 +202,7 @@ def prepare(
     num_splits: int | None = None,
 ) -> Call:
     """Return one launch over the whole table; see `prepared`."""
-    windows = units_of(kv)
-    units = [unit for window in windows for unit in window]
-    if order == "width":  # what lies where it was may still be read width by width
-        units.sort(key=lambda unit: _KINDS[unit.bits])
+    units = [unit for window in units_of(kv) for unit in window]
     pairs = query.shape[0] * kv.pool.shape[1]
     tiles = pairs * _row_tiles(query, kv)
     if num_splits is None:
@@ -214,7 +211,12 @@ def prepare(
     else:
         num_warps = _WARPS
     tiling = cuda_kernel.choose(kv.head_dim, (2, 4), True, shared_limit, num_warps)
-    return _call(query, kv, scaling, tiling, [[units]], num_splits)
+    if order == "video":
+        programs = _parts(units, num_splits)
+    else:  # what lies where it was is read width by width, and every program has its part of each, as of a reordered cache
+        widths = [[unit for unit in units if unit.bits == bits] for bits in _KINDS]
+        programs = [list(itertools.chain(*parts)) for parts in zip(*(_parts(own, num_splits) for own in widths), strict=True)]
+    return _call(query, kv, scaling, tiling, [[programs]])
 
 
 def prepare_runs(
@@ -225,7 +227,8 @@ def prepare_runs(
     runs = [[unit for _, window in run for unit in window] for _, run in itertools.groupby(windows, key=lambda pair: pair[0])]
     tiling = cuda_kernel.choose(kv.head_dim, (2, 4), True, shared_limit, _RUN_WARPS)
     num_lanes = min(num_lanes, len(runs))
-    return _call(query, kv, scaling, tiling, [runs[lane::num_lanes] for lane in range(num_lanes)], num_splits)
+    pieces = [_parts(run, num_splits) for run in runs]
+    return _call(query, kv, scaling, tiling, [pieces[lane::num_lanes] for lane in range(num_lanes)])
 
 
 def prepared(query: Tensor, kv: Interleaved, scaling: float, order: Literal["video", "width"] = "video") -> Prepared:
@@ -275,20 +278,19 @@ def source(tiling: cuda_kernel.Tiling) -> str:
     return codegen.render("mixed_decode_in_place", **tiling._asdict())
 
 
-def _call(
-    query: Tensor, kv: Interleaved, scaling: float, tiling: cuda_kernel.Tiling, lanes: list[list[list[Unit]]], num_splits: int
-) -> Call:
-    """Return the launches of every lane's pieces of the table."""
+def _call(query: Tensor, kv: Interleaved, scaling: float, tiling: cuda_kernel.Tiling, lanes: list[list[list[list[Unit]]]]) -> Call:
+    """Return the launches of lanes: of each launch the units of its programs, as many of them in every launch."""
     batch, num_heads, q_len, head_dim = query.shape
     device, kv_heads = query.device, kv.pool.shape[1]
     row_tiles = _row_tiles(query, kv)
     if not query.is_contiguous() or query.dtype != torch.float16:
         raise ParameterError(f"the query must be contiguous and float16, not {query.dtype} with strides {query.stride()}")
+    num_splits = len(lanes[0][0])
     tiles, slots = batch * kv_heads * row_tiles, num_splits * len(lanes)
     pieces = [piece for lane in lanes for piece in lane]
-    entries = [unit.offset // _STEP * 4 + _KINDS[unit.bits] for piece in pieces for unit in piece]
-    starts = list(itertools.accumulate((len(piece) for piece in pieces), initial=0))
-    firsts = [_shares([unit.size for unit in piece], num_splits * tiling.num_warps) for piece in pieces]
+    entries = [unit.offset // _STEP * 4 + _KINDS[unit.bits] for piece in pieces for units in piece for unit in units]
+    starts = list(itertools.accumulate((sum(map(len, piece)) for piece in pieces), initial=0))
+    firsts = [_firsts(piece, tiling.num_warps) for piece in pieces]
     table = torch.tensor(entries, dtype=torch.int32, device=device)
     first = torch.tensor(firsts, dtype=torch.int32, device=device)
     output = torch.empty_like(query)
@@ -323,6 +325,21 @@ def _kernel(tiling: cuda_kernel.Tiling, arch: str, device: torch.device) -> Any:
     return codegen.load(codegen.compile_cubin(source(tiling), arch=arch), "mixed_decode_in_place", device)
 
 
+def _parts(units: list[Unit], parts: int) -> list[list[Unit]]:
+    """Cut units into so many parts of about the same bytes."""
+    firsts = _shares([unit.size for unit in units], parts)
+    return [units[first:end] for first, end in itertools.pairwise(firsts)]
+
+
+def _firsts(programs: list[list[Unit]], num_warps: int) -> list[int]:
+    """Return the first unit of every warp of every program, counted through all of them, and one past the last."""
+    firsts, before = [], 0
+    for units in programs:
+        firsts += [before + first for first in _shares([unit.size for unit in units], num_warps)[:-1]]
+        before += len(units)
+    return [*firsts, before]
+
+
 def _shares(sizes: list[int], parts: int) -> list[int]:
     """Return the first unit of each of so many parts of about the same bytes, and one past the last."""
     total, before, firsts = sum(sizes), 0, [0]
@@ -330,7 +347,7 @@ def _shares(sizes: list[int], parts: int) -> list[int]:
         before += size
         while len(firsts) < parts and before * parts >= total * len(firsts):
             firsts.append(number + 1)
-    return [*firsts, len(sizes)]
+    return firsts + [len(sizes)] * (parts + 1 - len(firsts))
 
 
 def _row_tiles(query: Tensor, kv: Interleaved) -> int:
