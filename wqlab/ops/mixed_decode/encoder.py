@@ -22,6 +22,8 @@ from wqlab.ops.mixed_decode.operands import FragmentSegment
 
 _log = logging.getLogger(__name__)
 _THREADS = 128
+#: Shared memory that a program may take without keeping a second one from its multiprocessor.
+_ROOM = 96 << 10
 _Pointer, _Long, _Int = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
 
 
@@ -81,6 +83,7 @@ def encode_windows(
     if backend not in ("auto", "cuda", "reference"):
         raise ParameterError(f"backend = {backend!r} is not one of auto, cuda, reference")
     refusal = _strides(key, value) or cuda_kernel.why_not_here(key.device, by_name=backend == "cuda")
+    refusal = refusal or _too_large(key, window_size)
     if backend == "cuda" and refusal is not None:
         raise UnsupportedError(f"backend 'cuda' cannot encode these windows: {refusal}; use backend='reference' or 'auto'")
     if backend == "auto" and refusal is not None and key.is_cuda:
@@ -112,14 +115,35 @@ def prepare(key: Tensor, value: Tensor, positions: Tensor, num_bits: int, window
     )  # fmt: skip
     x.key_batch, x.key_head, x.key_token = (2 * stride for stride in key.stride()[:3])
     x.value_batch, x.value_head, x.value_token = (2 * stride for stride in value.stride()[:3])
-    shared = 4 * window_size * head_dim  # the window's keys and values
+    shared = _shared_bytes(head_dim, window_size)
     segment = FragmentSegment(codes, meta, num_bits, window_size, head_dim)
     return Call(x, (batch * kv_heads, windows), shared, segment, spoiled, (key, value, positions, codes, meta, spoiled))
 
 
 def source(head_dim: int, num_bits: int, window_size: int) -> str:
     """Return the CUDA C++ for windows of this kind."""
-    return codegen.render("encode_windows", head_dim=head_dim, num_bits=num_bits, window_size=window_size)
+    together = str(_together(head_dim, window_size)).lower()
+    return codegen.render("encode_windows", head_dim=head_dim, num_bits=num_bits, window_size=window_size, together=together)
+
+
+def _together(head_dim: int, window_size: int) -> bool:
+    """Return whether a program holds a window's keys and values at once: where that leaves room for a second program."""
+    return 4 * window_size * head_dim <= _ROOM
+
+
+def _shared_bytes(head_dim: int, window_size: int) -> int:
+    return (4 if _together(head_dim, window_size) else 2) * window_size * head_dim
+
+
+def _too_large(key: Tensor, window_size: int) -> str | None:
+    if not key.is_cuda:
+        return None
+    # The driver keeps a KiB of every program's.
+    limit = torch.cuda.get_device_properties(key.device).shared_memory_per_multiprocessor - 1024
+    needed = _shared_bytes(key.shape[3], window_size)
+    if needed > limit:
+        return f"a window of {window_size} tokens takes {needed} bytes of shared memory, and the GPU has {limit}"
+    return None
 
 
 def raise_if_spoiled(spoiled: Tensor) -> None:
