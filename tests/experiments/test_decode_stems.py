@@ -95,6 +95,8 @@ def test_latency_is_fitted_against_the_common_size(recorded):
     assert values["ceiling"] == pytest.approx(full / 4000)
     assert values["ceiling_weights"] == pytest.approx(1 + (full - 4000) / 3500)
     assert values["largest_speedup_batch"] == 16
+    assert values["speedup_batch_8"] == values["speedup"]
+    assert values["largest_speedup"] == values["speedup_batch_16"] < values["largest_speedup_ceiling"]
     assert result.evidence["latency_ms"].kind == "recorded"
     sizes = result.data.groupby(["batch", "frames"])["size_gb"].nunique()
     assert (sizes == 1).all()
@@ -117,11 +119,38 @@ def test_table_8_and_largest_batches_are_compared(recorded, tmp_path):
     assert values["table8_memory_saved_gb"] == pytest.approx((full["kv_bytes"] - packed["kv_bytes"]) / 1e9)
     assert (values["largest_fp16_batch"], values["largest_batch"]) == (90, 280)
     assert 3.1 < values["kv_ratio"] < 3.3
+    assert values["table8_ceiling_weights"] == pytest.approx(1 + values["table8_fp16_attention_ms"] / 3.5)
+    assert values["table8_fp16_latency_ms"] == pytest.approx(4 + values["table8_fp16_attention_ms"])
     assert values["token_to_window_search"] == pytest.approx(2)
     printed = result.data[result.data["part"] == "table8"].set_index("method")
     assert printed.loc["windowquant", "paper_tokens_per_s"] == 1250
     assert result.evidence["paper_memory_gb"].kind == "paper"
     assert result.evidence["search_ms"].kind == "recorded"
+
+
+def test_searches_of_one_kind_are_compared_and_the_most_that_windows_gain_is_stated(recorded, tmp_path):
+    recorded(rows())
+    small = {"search_and_plan": 500.0, "token_search_and_plan": 400.0, "cosine_closed_form": 200.0}
+    large = {"search_and_plan": 800.0, "token_search_and_plan": 400.0, "token_search_and_plan_max": 1000.0}
+    order = {"search_plan_and_order": 1000.0, "token_search_plan_and_order": 700.0}
+    columns = dict.fromkeys(("device", "dtype", "case", "num_visual", "median_us", "graph_us"), "synthetic")
+    found = [("cuda", "float32", case, 6400, us, us / 10) for case, us in (small | order).items()]
+    found += [("cuda", "float32", f"large_{case}", 25600, us, us / 10) for case, us in large.items()]
+    found += [("cpu", "float32", case, 6400, us * 9, np.nan) for case, us in small.items()]
+    records.write("window_search", "h200", pd.DataFrame(found, columns=list(columns)), columns, PROVENANCE, tmp_path)
+    result = experiments.run("memory_and_throughput")
+    values = {name: value.value for name, value in result.values.items()}
+    assert (values["search_and_plan_ms"], values["token_search_and_plan_ms"]) == pytest.approx((0.05, 0.04))
+    assert values["token_to_window_search"] == pytest.approx(0.8)
+    assert values["token_to_window_search_order"] == pytest.approx(0.7)
+    assert values["token_to_window_search_large"] == pytest.approx(0.5)
+    assert "token_to_window_search_order_large" not in values
+    assert values["token_to_window_search_most"] == pytest.approx(1.25)
+    assert values["token_search_to_window_scores"] == pytest.approx(2)
+    shown = result.data[result.data["part"] == "search"]
+    assert sorted(shown["visual_tokens"].unique()) == [6400, 25600]
+    assert len(shown) == 10  # each search once per device and way
+    figures.draw(result)
 
 
 def test_what_the_records_lack_is_said_and_not_drawn(recorded, tmp_path):

@@ -93,4 +93,8 @@ def _values(data: pd.DataFrame, plain: pd.DataFrame) -> dict[str, Value]:
     best = data[data["method"] == PACKED].nlargest(1, "speedup")
     state("largest_speedup", best, "speedup")
     state("largest_speedup_batch", best, "batch", "requests")
+    state("largest_speedup_ceiling", best, "ceiling")
+    packed = data[(data["method"] == PACKED) & (data["frames"] == JUDGED_FRAMES)]
+    for batch, speedup in zip(packed["batch"], packed["speedup"], strict=True):
+        found[f"speedup_batch_{batch}"] = (float(speedup), "ratio", "speedup")
     return decode_steps.stated(found)

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_DEVICES = {"cpu": "0.6", "cuda": "#009E73", "cuda graph": "#CC79A7"}
+#: Device or way of a search -> colour and name.
+_DEVICES = {"cpu": ("0.6", "CPU"), "cuda": ("#009E73", "GPU"), "cuda graph": ("#CC79A7", "GPU, CUDA graph")}
 
 
 @register("figure", "memory_and_throughput")
@@ -63,35 +64,47 @@ def _largest(axes: Axes, rows: pd.DataFrame, result: Result) -> None:
     for place, method in enumerate(names):
         row = rows.loc[method]
         axes.bar(place, row["tokens_per_s"], width=0.55, color=METHODS[method][0])
-        text = f"{row['tokens_per_s']:,.0f}\nbatch {row['batch']:.0f}"
+        more = f" ({row['speedup']:.2f}x)" if place and row["speedup"] == row["speedup"] else ""
+        text = f"{row['tokens_per_s']:,.0f}{more}\nbatch {row['batch']:.0f}"
         axes.annotate(text, (place, row["tokens_per_s"]), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=7.5)
     axes.set_xticks(range(len(names)), [METHODS[method][1] for method in names])
+    axes.set_xlabel(" and ".join(f"{frames:,.0f}" for frames in dict.fromkeys(rows["frames"])) + " frames each")
     axes.set(ylabel=f"tokens/s ({kind})", ylim=(0, float(rows["tokens_per_s"].max()) * 1.3))
     axes.grid(visible=False, axis="x")
 
 
 def _table8(axes: Axes, rows: pd.DataFrame, result: Result) -> None:
-    rows = rows.set_index("method")
-    ours = result.evidence["tokens_per_s"].kind
-    for place, (method, (colour, _)) in enumerate(METHODS.items()):
-        row = rows.loc[method]
-        if row["tokens_per_s"] == row["tokens_per_s"]:
-            axes.bar(place, row["tokens_per_s"], width=0.55, color=colour, label=f"ours ({ours})" if not place else None)
+    """Draw a line from FP16 to WindowQuant for each source: on a logarithmic axis its steepness is the ratio."""
+    rows = rows.set_index("method").loc[list(METHODS)]
+    for column, name, colour in (("tokens_per_s", "ours", "#009E73"), ("paper_tokens_per_s", "printed", "black")):
+        values = [float(value) for value in rows[column]]
+        style: dict[str, Any] = EVIDENCE_STYLE[result.evidence[column].kind] | {"linestyle": "-", "linewidth": 1.2}
+        size = 9 if style["marker"] == "*" else 6
+        axes.plot((0, 1), values, color=colour, markersize=size, label=label(name, result, column), **style)
+        for place, value in enumerate(values):
+            if value == value:
+                side, offset = ("right", -9) if not place else ("left", 9)
+                axes.annotate(
+                    f"{value:,.0f}", (place, value), xytext=(offset, 0), textcoords="offset points", ha=side, va="center",
+                    fontsize=7.5,
+                )  # fmt: skip
+        if values[1] / values[0] == values[1] / values[0]:
+            text = f"{values[1] / values[0]:.2f}x"
+            ceiling = rows["ceiling"].iloc[1] if "ceiling" in rows else float("nan")
+            if column == "tokens_per_s" and ceiling == ceiling:
+                text += f"\n(attention for nothing: {ceiling:.2f}x)"
             axes.annotate(
-                f"{row['tokens_per_s']:,.0f}", (place, row["tokens_per_s"]), xytext=(0, 2), textcoords="offset points", ha="center",
-                fontsize=7.5,
+                text, (0.5, (values[0] * values[1]) ** 0.5), xytext=(0, -5), textcoords="offset points", ha="center", va="top",
+                fontsize=7.5, color=colour,
             )  # fmt: skip
-        star: dict[str, Any] = {**EVIDENCE_STYLE["paper"], "markersize": 9, "color": "black", "markeredgecolor": "white"}
-        axes.plot(place, row["paper_tokens_per_s"], label=None if place else "printed (paper)", zorder=3, **star)
-        axes.annotate(
-            f"{row['paper_tokens_per_s']:,.0f}", (place, row["paper_tokens_per_s"]), xytext=(7, -3), textcoords="offset points",
-            fontsize=7.5, bbox={"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
-        )  # fmt: skip
-    highest = max([*rows["tokens_per_s"].dropna(), *rows["paper_tokens_per_s"]])
-    axes.set_xticks(range(len(METHODS)), [name for _, name in METHODS.values()])
-    axes.set(title="Table 8: batch 60, 5 frames", ylabel="tokens/s", ylim=(0, highest * 1.35), xlim=(-0.6, 1.6))
+    shown = [*rows["tokens_per_s"].dropna(), *rows["paper_tokens_per_s"]]
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_minor_formatter("")
+    axes.set_xticks((0, 1), [name for _, name in METHODS.values()])
+    axes.set(title="Table 8: batch 60, 5 frames", ylabel="tokens/s", ylim=(min(shown) / 2, max(shown) * 6), xlim=(-0.5, 1.5))
     axes.grid(visible=False, axis="x")
-    axes.legend(loc="upper left", ncols=2, fontsize=7)
+    axes.legend(loc="upper left")
 
 
 def _search(axes: Axes, rows: pd.DataFrame, result: Result) -> None:
@@ -99,23 +112,23 @@ def _search(axes: Axes, rows: pd.DataFrame, result: Result) -> None:
     if "search_ms" not in rows or not len(rows):
         _say(axes, "no search was recorded")
         return
-    names, named = list(dict.fromkeys(rows["method"])), set[str]()
-    for place, name in enumerate(names):
-        for offset, (device, colour) in zip((-0.26, 0.0, 0.26), _DEVICES.items(), strict=True):
-            own = rows[(rows["method"] == name) & (rows["device"] == device)]["search_ms"]
-            if len(own):
-                value = float(own.iloc[0])
-                text = label(device, result, "search_ms") if device not in named else None
-                named.add(device)
-                axes.barh(place + offset, value, height=0.24, color=colour, label=text)
+    place, places, names = 0.0, [], []
+    for (tokens, method), group in rows.groupby(["visual_tokens", "method"], sort=False):
+        first = place
+        for device, (colour, name) in _DEVICES.items():
+            for value in group[group["device"] == device]["search_ms"].head(1):
+                axes.barh(place, value, height=0.85, color=colour)
                 axes.annotate(
-                    f"{value:.3g}", (value, place + offset), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7.5
+                    f"{value:.3f}  {name}", (value, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7
                 )
-    axes.set_yticks(range(len(names)), names)
-    axes.set(xlabel=f"ms, {int(rows['visual_tokens'].iloc[0]):,} visual tokens", ylim=(len(names) - 0.5, -0.9))
-    axes.set_xlim(0, float(rows["search_ms"].max()) * 1.25)
+                place += 1
+        places.append((first + place - 1) / 2)
+        names.append(f"{method}\n{tokens:,.0f}")
+        place += 0.7
+    axes.set_yticks(places, names)
+    axes.set(xlabel=f"ms ({result.evidence['search_ms'].kind}), visual tokens on the left", ylim=(place - 0.7, -0.9))
+    axes.set_xlim(0, float(rows["search_ms"].max()) * 1.65)
     axes.grid(visible=False, axis="y")
-    axes.legend(loc="upper right", ncols=3, fontsize=6.5, columnspacing=0.8, handlelength=1.0)
 
 
 def _say(axes: Axes, text: str) -> None:
