@@ -215,7 +215,7 @@ class AlphaSweep(Experiment[AlphaSweepParameters]):
                 source=f"{video_prompts.describe(*p.watched())}; s_i on the first prompt; plans by Eq. 10 and 11",
                 hardware=environment.hardware_line(),
             )
-            inputs, notes = [*inputs, *seen.inputs], [*notes, seen.note]
+            inputs, notes = [*inputs, *seen.inputs], [*notes, f"{seen.note}."]
         elif p.similarity == "uniform":
             counts = Evidence(kind="simulated", source="evenly spread similarities under the recorded s_i")
             notes.append("Evenly spread similarities are a yardstick, not data.")

@@ -73,11 +73,12 @@ def _sectors(axes: Axes, bench: pd.DataFrame, result: Result) -> None:
         return
     at = np.arange(len(rows))
     axes.bar(at, rows["sectors_per_request"], 0.6, color=[_COLOURS[key] for key in rows["key"]])
-    for place, (height, traffic) in enumerate(zip(rows["sectors_per_request"], rows["dram_mb"], strict=True)):
-        text = f"{height:.3g}\n{traffic:.4g} MB"
+    columns = ("sectors_per_request", "dram_mb", "counted_launches", "launches")
+    for place, (height, traffic, counted, launches) in enumerate(zip(*(rows[name] for name in columns), strict=True)):
+        text = f"{height:.3g}\n{traffic:.4g} MB" + (f"\n({counted:.0f} of {launches:.0f}\nlaunches)" if counted < launches else "")
         axes.annotate(text, (place, height), xytext=(0, 1), textcoords="offset points", ha="center", va="bottom", fontsize=7)
     axes.axhline(16, color="0.35", linewidth=1, linestyle=":")
-    axes.set_ylim(0, max(16.0, *rows["sectors_per_request"]) * 1.3)
+    axes.set_ylim(0, max(16.0, *rows["sectors_per_request"]) * 1.4)
     axes.set_xticks([])
     axes.set_ylabel(label("32-byte sectors per request", result, "sectors_per_request"))
     axes.set_xlabel(f"{rows['shape'].iloc[0]}, colours as on the left\nMB: read from memory", fontsize=8)
