@@ -68,6 +68,8 @@ class Quantizer(ABC):
         What the method was published for.
     supported_bits, supported_granularities : tuple
         What `spec` may ask for.
+    relative_error : float, optional
+        For codes that are floating-point numbers: the largest error over the element's size. None for grids of equal steps.
 
     Raises
     ------
@@ -79,6 +81,7 @@ class Quantizer(ABC):
     target: ClassVar[Target] = "kv"
     supported_bits: ClassVar[tuple[int, ...]] = (2, 4, 8)
     supported_granularities: ClassVar[tuple[Granularity, ...]] = get_args(Granularity)
+    relative_error: ClassVar[float | None] = None
 
     def __init__(self, spec: QuantSpec, role: Role = "key") -> None:
         if spec.num_bits not in self.supported_bits:
@@ -90,6 +93,11 @@ class Quantizer(ABC):
             raise ParameterError(f"{self.name}: window_size = {spec.window_size!r} is not a whole number of tokens, 1 or more")
         self.spec = spec
         self.role = role
+
+    @property
+    def tokens_per_group(self) -> int:
+        """Tokens that are encoded together: `seq` of `quantize` is a multiple of it. 1 for methods that work per token."""
+        return self.spec.window_size
 
     @abstractmethod
     def quantize(self, x: Tensor) -> Quantized:
@@ -126,7 +134,7 @@ class Quantizer(ABC):
             raise UnsupportedError(f"{self.name}: shape {list(x.shape)} is not [batch, heads, seq, head_dim] of 1 or more each")
         if x.dtype not in DTYPES:
             raise UnsupportedError(f"{self.name}: dtype {x.dtype} is not one of {_listed(DTYPES)}; convert the {self.role} first")
-        size = self.spec.window_size
+        size = self.tokens_per_group
         if x.shape[2] % size:
             raise UnsupportedError(
                 f"{self.name}: seq = {x.shape[2]} is no multiple of window_size = {size}; "

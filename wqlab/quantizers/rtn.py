@@ -11,7 +11,7 @@ from wqlab.quantizers import Quantized, Quantizer
 from wqlab.registry import register
 
 #: Granularity -> axes of [batch, heads, windows, window_size, head_dim] that one group spans.
-_SPANS: dict[str, tuple[int, ...]] = {"window_channel": (3,), "window_head": (3, 4), "window": (1, 3, 4)}
+SPANS: dict[str, tuple[int, ...]] = {"window_channel": (3,), "window_head": (3, 4), "window": (1, 3, 4)}
 
 
 @register("method", "rtn")
@@ -52,10 +52,10 @@ class RTNQuantizer(Quantizer):
         batch, heads, seq, head_dim = x.shape
         levels = 2**self.spec.num_bits - 1
         grouped = x.reshape(batch, heads, seq // self.spec.window_size, self.spec.window_size, head_dim)
-        spans = _SPANS[self.spec.granularity]
+        spans = SPANS[self.spec.granularity]
         low, high = grouped.amin(spans, keepdim=True), grouped.amax(spans, keepdim=True)
         # float64 for these few numbers: in the source's own dtype high - low can overflow.
-        scale = _round_up((high.double() - low.double()) / levels, x.dtype)
+        scale = round_up((high.double() - low.double()) / levels, x.dtype)
         work = _working_dtype(x.dtype)
         # A constant group has scale 0; dividing by 1 instead gives code 0 without 0/0.
         divisor = torch.where(scale == 0, torch.ones_like(scale), scale).to(work)
@@ -87,7 +87,7 @@ def _working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else torch.float64
 
 
-def _round_up(exact: Tensor, dtype: torch.dtype) -> Tensor:
+def round_up(exact: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the smallest numbers of `dtype` that are not below the float64 numbers `exact` (zero or positive)."""
     nearest = exact.to(dtype)
     # Bit patterns of non-negative floats are ordered like the numbers; torch.nextafter lacks half types on some devices.
