@@ -56,7 +56,12 @@ def test_evidence_is_per_column_and_honest():
     assert prose.evidence["tokens"].kind == "recorded"
     assert uniform.evidence["tokens"].kind == "simulated"
     assert prose.evidence["s_i"].file == "data/recorded/cpu/layer_importance.csv"
-    assert {i.name for i in prose.inputs} == {"data/recorded/cpu/layer_importance.csv", "data/recorded/cpu/window_similarity.csv"}
+    assert {i.name for i in prose.inputs} == {
+        "data/recorded/cpu/layer_importance.csv",
+        "data/recorded/cpu/window_similarity.csv",
+        "data/recorded/h200/alpha_latency.csv",
+    }
+    assert prose.evidence["latency_us"].file == "data/recorded/h200/alpha_latency.csv"
 
 
 def test_what_the_ledger_judges_does_not_depend_on_what_is_shown():
@@ -100,7 +105,7 @@ def test_videos_are_measured_and_the_recorded_values_stay(tiny_vlm):
     assert prose.values == {name: v for name, v in result.values.items() if not name.startswith("pocket_vlm_")}
     assert {result.evidence[v.column].kind for n, v in result.values.items() if n.startswith("pocket_vlm_")} == {"measured"}
     assert "2 videos of 8 frames" in result.evidence["share"].source
-    assert "random eyes" in result.notes
+    assert "random eyes." in result.notes
     legends = [axes.get_legend() for axes in figures.draw(result).axes]
     text = " ".join(t.get_text() for legend in legends if legend for t in legend.get_texts())
     assert "(measured)" in text
