@@ -48,6 +48,10 @@ class CachePolicy(ABC):
     def split(self, num_tokens: int) -> Split:
         """Return how `num_tokens` tokens should lie; ``encoded`` is a multiple of the window size."""
 
+    def for_role(self, role: str) -> CachePolicy:
+        """Return the policy for one side, ``"key"`` or ``"value"``; most treat both alike."""
+        return self
+
     def max_tail(self) -> int | None:
         """Return the most full-precision tokens that ever stand behind the encoded ones, or None without a bound."""
         return None

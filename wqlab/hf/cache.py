@@ -197,7 +197,8 @@ class QuantizedKVCache(SegmentsCache):
         super().__init__(layers=[])
 
         def new_segments() -> LayerSegments:
-            return LayerSegments(TensorSegments(key, rules, storage_dtype), TensorSegments(value, rules, storage_dtype))
+            sides = (TensorSegments(side, rules.for_role(side.role), storage_dtype) for side in (key, value))
+            return LayerSegments(*sides)
 
         self._new_segments = new_segments
 
