@@ -1,4 +1,4 @@
-"""KIVI's residual: keys leave it in blocks, values one by one (KIVI, sect. 4.2 and Algorithm 1)."""
+"""KIVI's residual: keys leave it in blocks, values one by one (KIVI, Algorithm 1)."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ and the cache's loss from the next pass on, which is how both papers prefill.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,6 +160,8 @@ class QuantizedKVCache(SegmentsCache):
     storage_dtype : torch.dtype, optional
         Of full-precision tokens and metadata. Default: the model's dtype. A model computing in float32 on a CPU holds with
         ``torch.float16`` what it would hold on a GPU.
+    method_options : mapping, optional
+        The quantizer's own options, for example ``{"calibration": calibrate(model, input_ids=text)}``.
     **policy_options
         For the policy: ``residual_length``, ``sink_windows``.
 
@@ -186,18 +189,23 @@ class QuantizedKVCache(SegmentsCache):
         window_size: int = 32,
         granularity: Granularity = "window_channel",
         storage_dtype: torch.dtype | None = None,
+        method_options: Mapping[str, Any] | None = None,
         **policy_options: Any,
     ) -> None:
         if storage_dtype is not None and storage_dtype not in quantizers.DTYPES:
             raise ParameterError(f"storage_dtype = {storage_dtype} is not one of {', '.join(map(str, quantizers.DTYPES))}")
         rules = policies.create(policy, window_size=window_size, **policy_options)
-        key, value = (quantizers.create(method, num_bits, window_size, granularity, role) for role in ("key", "value"))
+        key, value = (
+            quantizers.create(method, num_bits, window_size, granularity, role, **(method_options or {}))
+            for role in ("key", "value")
+        )
         if key.target != "kv":
             raise ParameterError(f"method {method!r} quantizes weights, not a KV cache")
         super().__init__(layers=[])
 
-        def new_segments() -> LayerSegments:
-            sides = (TensorSegments(side, rules.for_role(side.role), storage_dtype) for side in (key, value))
+        def new_segments(layer_idx: int) -> LayerSegments:
+            own = (side.for_layer(layer_idx) for side in (key, value))
+            sides = (TensorSegments(side, rules.for_role(side.role), storage_dtype) for side in own)
             return LayerSegments(*sides)
 
         self._new_segments = new_segments
@@ -205,7 +213,8 @@ class QuantizedKVCache(SegmentsCache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append to layer `layer_idx`, creating layers as they are met; see `QuantizedKVLayer.update`."""
         while len(self.layers) <= layer_idx:
-            self.layers.append(QuantizedKVLayer(len(self.layers), self._new_segments))
+            new = len(self.layers)
+            self.layers.append(QuantizedKVLayer(new, partial(self._new_segments, new)))
         result: tuple[Tensor, Tensor] = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         return result
 

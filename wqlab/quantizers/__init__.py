@@ -51,7 +51,7 @@ class Quantized:
 
 
 class Quantizer(ABC):
-    """One method at one setting. It holds no tensors, so one object may serve all layers.
+    """One method at one setting. It holds nothing of a request, so one object may serve all layers (`for_layer`).
 
     Parameters
     ----------
@@ -98,6 +98,10 @@ class Quantizer(ABC):
     def tokens_per_group(self) -> int:
         """Tokens that are encoded together: `seq` of `quantize` is a multiple of it. 1 for methods that work per token."""
         return self.spec.window_size
+
+    def for_layer(self, layer_idx: int) -> Quantizer:
+        """Return the quantizer of one layer; methods without a calibration are the same in all."""
+        return self
 
     @abstractmethod
     def quantize(self, x: Tensor) -> Quantized:
