@@ -12,7 +12,7 @@ from wqlab.claims.schema import printed
 from wqlab.experiments.kv_memory import shapes
 
 FOLDER = paths.shipped("data") / "paper"
-TABLES = sorted(FOLDER.glob("windowquant_*.csv"))
+TABLES = sorted([*FOLDER.glob("windowquant_*.csv"), *FOLDER.glob("vqllm_*.csv")])
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda p: p.stem)
@@ -24,6 +24,15 @@ def test_every_table_is_tidy(path: Path) -> None:
     assert not data.duplicated(["row", "column"]).any()
     assert not data[["row", "column"]].map(lambda text: "|" in text).any().any()  # the ledger's separator
     assert data[data["unit"] == "%"]["value"].between(0, 100).all()
+    assert data[data["unit"] == "yes = 1"]["value"].isin([0, 1]).all()
+    assert set(data["paper"]) == {"WindowQuant" if path.stem.startswith("windowquant_") else "VQ-LLM"}
+    if "_table" in path.stem:
+        number = path.stem.rpartition("_table")[2]
+        assert set(data["table"]) == {f"Table {'V' if path.stem == 'vqllm_table5' else number}"}
+
+
+def test_every_file_is_a_checked_one() -> None:
+    assert {path.stem for path in FOLDER.glob("*.csv")} == {*(path.stem for path in TABLES), "vlm_configs", "contradictions"}
 
 
 def test_the_averages_of_table_3_fit_its_eleven_tasks() -> None:
@@ -61,6 +70,37 @@ def test_table_2_repeats_table_1_for_qwen2_vl() -> None:
 def test_the_quoted_mvbench_averages_are_table_1s_egoschema() -> None:
     for model in ("LLaVA-OneVision-Qwen2", "LLaVA-OneVision-Qwen2 + WindowQuant"):
         assert printed(f"windowquant_text | {model} | MVBench average") == printed(f"windowquant_table1 | {model} | EgoSchema")
+
+
+def test_the_text_quotes_table_1() -> None:
+    quoted = pd.read_csv(FOLDER / "windowquant_quoted.csv")
+    assert len(quoted) == 16
+    for row, column in zip(quoted["row"], quoted["column"], strict=True):
+        assert printed(f"windowquant_quoted | {row} | {column}") == printed(f"windowquant_table1 | {row} | {column}")
+
+
+def test_table_7_takes_away_one_module_per_row_of_table_8() -> None:
+    modules = pd.read_csv(FOLDER / "windowquant_table7.csv").pivot(index="row", columns="column", values="value")
+    assert modules.shape == (4, 3)
+    missing = {
+        "without first window": "first window in full precision",
+        "random plan": "plan searched",
+        "without reorder": "windows reordered",
+    }
+    for row, column in missing.items():
+        assert modules.loc[row, column] == 0
+        assert modules.loc[row].sum() == 2
+    assert modules.loc["WindowQuant"].sum() == 3
+    assert set(modules.index) | {"full precision"} == set(pd.read_csv(FOLDER / "windowquant_table8.csv")["row"])
+
+
+def test_the_setup_agrees_with_the_text_and_the_tables() -> None:
+    for column, unit in (("batch", "requests"), ("frames", "frames")):
+        for table in ("Table 10", "Table 11"):  # both at the defaults
+            assert printed(f"windowquant_setup | {table} | {column}") == printed(f"windowquant_text | default | {column}")
+            assert printed(f"windowquant_setup | {table} | {column}").unit == unit
+    longer = printed("windowquant_text | LLaVA-OneVision-0.5B | seconds")
+    assert printed("windowquant_setup | LLaVA-OneVision-0.5B | seconds of the short video") < longer
 
 
 def test_sizes_recomputed_from_shapes_are_the_published_ones() -> None:
