@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 
 import pandas as pd
 import pytest
@@ -15,7 +16,10 @@ from wqlab.experiments.kv_memory import shapes
 FOLDER = paths.shipped("data") / "paper"
 CONTRADICTIONS = pd.read_csv(FOLDER / "contradictions.csv", keep_default_na=False)
 OPERATORS = {"==": operator.eq, "!=": operator.ne, ">": operator.gt, ">=": operator.ge}
-READ = {"as printed": lambda value: value, "as a ratio": lambda percent: 1 / (1 - percent / 100)}
+READ: dict[str, Callable[[float], float]] = {
+    "as printed": lambda value: value,
+    "as a ratio": lambda percent: 1 / (1 - percent / 100),
+}
 GIB = 2**30
 
 
