@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from wqlab import registry
-from wqlab.errors import NonFiniteError
+from wqlab.errors import NonFiniteError, ParameterError
 from wqlab.hf.cache import QuantizedKVCache
+from wqlab.hf.window_cache import WindowQuantCache
+from wqlab.ops.mixed_decode import PackedTensor
 from wqlab.quantizers import Quantizer, create
 
 PLUGIN = """
@@ -106,6 +108,19 @@ def check_in_a_cache(method: str, bits: int, granularity: str, x: torch.Tensor) 
         assert torch.equal(getattr(cache.layers[0].segments, role).dequantize(), decoded)
         cost += quantizer.bits_per_element(x.shape, x.dtype) / 2
     assert cache.report()["bits_per_element"] == pytest.approx(cost)
+
+
+@pytest.mark.parametrize("method", [m for m in registry.names("method") if registry.lookup("method", m).target == "kv"])
+def test_mixed_caches_take_what_they_can_read_packed_and_refuse_the_rest(method):
+    found = registry.lookup("method", method)
+    if found.window_grids:
+        WindowQuantCache(method)
+        x = torch.randn(1, 2, 64, 16, generator=torch.Generator().manual_seed(0))
+        for role in ("key", "value"):
+            PackedTensor.pack(create(method, found.supported_bits[0], 32, role=role).quantize(x))
+    else:
+        with pytest.raises(ParameterError, match=f"method '{method}' .* use QuantizedKVCache"):
+            WindowQuantCache(method)
 
 
 @pytest.mark.parametrize("method", registry.names("method"))

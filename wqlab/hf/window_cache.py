@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from wqlab import quantizers
+from wqlab import quantizers, registry
 from wqlab.cache.mixed import NONE, MixedSegments
 from wqlab.errors import NonFiniteError, ParameterError, UnsupportedError
 from wqlab.hf.adapters import Text, for_model
@@ -101,7 +101,7 @@ class WindowQuantCache(SegmentsCache):
     Parameters
     ----------
     method : str
-        A registered quantizer.
+        A registered quantizer that keeps one scale and one minimum per window (`Quantizer.window_grids`).
     granularity : {"window_channel", "window_head", "window"}
         Which elements of a window share scale and minimum.
     storage_dtype : torch.dtype, optional
@@ -111,7 +111,7 @@ class WindowQuantCache(SegmentsCache):
     Raises
     ------
     ParameterError
-        For another storage dtype.
+        For another storage dtype, or a method whose windows cannot be read packed.
 
     Notes
     -----
@@ -124,6 +124,11 @@ class WindowQuantCache(SegmentsCache):
         if storage_dtype is not None and storage_dtype not in quantizers.DTYPES:
             raise ParameterError(f"storage_dtype = {storage_dtype} is not one of {', '.join(map(str, quantizers.DTYPES))}")
         super().__init__(layers=[])
+        if not registry.lookup("method", method).window_grids:
+            raise ParameterError(
+                f"method {method!r} keeps more than a scale and a minimum per window, so its windows cannot be read packed; "
+                f"use QuantizedKVCache(method={method!r}), or method='rtn' here"
+            )
         self.method, self.granularity, self.storage_dtype = method, granularity, storage_dtype
         self.quantizers: dict[int, Any] = {}
         self.plan: WindowPlan | None = None

@@ -29,6 +29,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 class Quantized:
     """An encoded tensor: ``x ~ code * scale + minimum``, element by element over its group.
 
+    Methods whose `Quantizer.window_grids` is False may group otherwise and store more of their own in `scale` and `minimum`; each
+    says what in its `quantize`.
+
     Parameters
     ----------
     codes : Tensor
@@ -70,6 +73,9 @@ class Quantizer(ABC):
         What `spec` may ask for.
     relative_error : float, optional
         For codes that are floating-point numbers: the largest error over the element's size. None for grids of equal steps.
+    window_grids : bool
+        Whether `Quantized` holds one scale and one minimum per window (and channel, head), and nothing else. Only then can packed
+        windows be read without decoding them first, as `wqlab.windowquant` does.
 
     Raises
     ------
@@ -82,6 +88,7 @@ class Quantizer(ABC):
     supported_bits: ClassVar[tuple[int, ...]] = (2, 4, 8)
     supported_granularities: ClassVar[tuple[Granularity, ...]] = get_args(Granularity)
     relative_error: ClassVar[float | None] = None
+    window_grids: ClassVar[bool] = True
 
     def __init__(self, spec: QuantSpec, role: Role = "key") -> None:
         if spec.num_bits not in self.supported_bits:

@@ -35,6 +35,7 @@ class FP8Quantizer(Quantizer):
     name = "fp8"
     target = "kv"
     supported_bits = (8,)
+    window_grids = False
     relative_error = 2.0**-4
 
     def quantize(self, x: Tensor) -> Quantized:

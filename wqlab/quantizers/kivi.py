@@ -33,6 +33,7 @@ class KIVIQuantizer(Quantizer):
     name = "kivi"
     target = "kv"
     supported_bits = (2, 4)
+    window_grids = False
     supported_granularities = ("window_channel",)
 
     def __init__(self, spec: QuantSpec, role: Role = "key") -> None:

@@ -57,6 +57,7 @@ class SKVQQuantizer(Quantizer):
     name = "skvq"
     target = "kv"
     supported_bits = (2, 4)
+    window_grids = False
     supported_granularities = ("window_channel",)
 
     def __init__(

@@ -42,6 +42,7 @@ class SmoothedQuantizer(Quantizer):
 
     #: Whether all heads of a token share one scale.
     heads_share: ClassVar[bool]
+    window_grids = False
     supported_granularities = ("window_channel",)
 
     def __init__(self, spec: QuantSpec, role: Role = "key", alpha: float = 0.5, calibration: Calibration | None = None) -> None:
