@@ -208,7 +208,11 @@ def test_ctrl_c_loses_nothing_and_says_how_to_go_on(package, tmp_path, capsys, m
 
 
 def test_every_committed_record_has_headlines_that_can_be_shown(monkeypatch):
+    benches = set(registry.names("bench"))
     for described in sorted(records.root().glob("*/*.json")):
+        if described.stem not in benches:  # put together from other records
+            assert described.stem == "mixed_decode_runs"
+            continue
         for headline in bench.get(described.stem).headlines(records.read(described.stem, described.parent.name).data):
             assert headline.metric
             assert headline.unit

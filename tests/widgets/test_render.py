@@ -38,7 +38,7 @@ def test_places_are_found_once_and_the_frame_is_kept_while_it_holds():
     renderer = Renderer("alpha_sweep")
     renderer.render({"alpha": 1.0, **PROSE})
     places = renderer.places
-    assert len(places) == 4
+    assert len(places) == 5
     assert renderer.background is None
     renderer.render({"alpha": 5.0, **PROSE})
     background = renderer.background
