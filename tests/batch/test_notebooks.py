@@ -92,7 +92,9 @@ def test_bad_parameters_are_refused_by_name_before_anything_runs(given, message,
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("value", [np.float32(3.5), np.int64(3), np.array(3.0), 3])
+@pytest.mark.parametrize(
+    "value", [np.float32(3.5), *(pytest.param(x, marks=pytest.mark.slow) for x in (np.int64(3), np.array(3.0), 3))]
+)
 def test_numpy_scalars_are_accepted_and_written_as_valid_json(value, tmp_path):
     files = execute("alpha_sweep", tmp_path, {"alpha": value, "similarity": "prose", "quick": True})
     assert json.loads(files[".json"].read_text())["parameters"]["alpha"] == float(value)
