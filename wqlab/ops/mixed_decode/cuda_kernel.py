@@ -345,14 +345,14 @@ def source(tiling: Tiling) -> str:
     return codegen.render("mixed_decode", **tiling._asdict())
 
 
-def why_not_here(device: torch.device, by_name: bool) -> str | None:
-    """Return why a device cannot, or without being asked should not, run this kernel; or None."""
+def why_not_here(device: torch.device, by_name: bool, tested: frozenset[tuple[int, int]] = TESTED) -> str | None:
+    """Return why a device cannot, or without being asked should not, run a kernel whose tests passed on `tested`; or None."""
     if device.type != "cuda":
         return f"the query lies on {device}, and the kernel needs a CUDA device"
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         return f"the GPU has compute capability {'.'.join(map(str, capability))}, and the kernel needs 8.0"
-    if capability not in TESTED and not by_name:
+    if capability not in tested and not by_name:
         return f"it was not tested on compute capability {'.'.join(map(str, capability))} yet; backend='cuda' runs it"
     if importlib.util.find_spec("cuda") is None:
         return "the package cuda-core is not installed; pip install 'wqlab[gpu]'"

@@ -21,6 +21,8 @@ from wqlab.ops.mixed_decode import cuda_kernel
 from wqlab.ops.mixed_decode.operands import FragmentSegment
 
 _log = logging.getLogger(__name__)
+#: Architectures on which the tests of this version of the kernel have passed. On others it runs when it is asked for by name.
+TESTED: frozenset[tuple[int, int]] = frozenset()
 _THREADS = 128
 #: Shared memory that a program may take without keeping a second one from its multiprocessor.
 _ROOM = 96 << 10
@@ -82,7 +84,7 @@ def encode_windows(
     _check(key, value, positions, num_bits, window_size)
     if backend not in ("auto", "cuda", "reference"):
         raise ParameterError(f"backend = {backend!r} is not one of auto, cuda, reference")
-    refusal = _strides(key, value) or cuda_kernel.why_not_here(key.device, by_name=backend == "cuda")
+    refusal = _strides(key, value) or cuda_kernel.why_not_here(key.device, by_name=backend == "cuda", tested=TESTED)
     refusal = refusal or _too_large(key, window_size)
     if backend == "cuda" and refusal is not None:
         raise UnsupportedError(f"backend 'cuda' cannot encode these windows: {refusal}; use backend='reference' or 'auto'")
