@@ -193,13 +193,22 @@ def models_fetch(
 
 @eval_app.command("pocketbench")
 def eval_pocketbench(
-    method: Annotated[str, typer.Option(help="fp16, or a quantizer: rtn, ...")] = "fp16",
+    method: Annotated[
+        str, typer.Option(help="fp16, a quantizer (rtn, kivi, ...), windowquant, or transformers-quanto, -hqq, -fp8.")
+    ] = "fp16",
     num_bits: Annotated[int | None, typer.Option(help="Bits per code; a quantizer needs it.")] = None,
     granularity: Annotated[
         str, typer.Option(help="window, window_head or window_channel: what shares a scale.")
     ] = "window_channel",
     window_size: Annotated[int, typer.Option(help="Tokens per window.")] = 32,
     sink_windows: Annotated[int, typer.Option(help="First visual windows that stay in full precision.")] = 0,
+    policy: Annotated[
+        str, typer.Option(help="span: all windows of the video; published: the quantizer's own residual and sinks, over text too.")
+    ] = "span",
+    scorer: Annotated[str, typer.Option(help="windowquant: how windows are compared with the question.")] = "cosine",
+    alpha: Annotated[float, typer.Option(help="windowquant: width of the INT4 band.")] = 2.0,
+    normalize: Annotated[str, typer.Option(help="windowquant: none, minmax or rank.")] = "none",
+    order: Annotated[str, typer.Option(help="windowquant: plan, or its ablations permuted, truth and inverse.")] = "plan",
     protocol: Annotated[str, typer.Option(help="cache_then_ask, paper_literal or multi_turn.")] = "cache_then_ask",
     split: Annotated[str, typer.Option(help="easy or hard.")] = "easy",
     seed: Annotated[int, typer.Option(help="Stream of videos; below 1000 for development.")] = 0,
@@ -218,14 +227,17 @@ def eval_pocketbench(
 
     # Everything that can be refused is, before hundreds of megabytes are read.
     exam = scoring.Exam(protocol, split, seed, limit, frames, blind)
-    setting = scoring.Setting(method, num_bits, granularity, window_size, sink_windows)  # type: ignore[arg-type]  # it checks the word
+    setting = scoring.choose_setting(
+        method, num_bits=num_bits, granularity=granularity, window_size=window_size, sink_windows=sink_windows, policy=policy,
+        scorer=scorer, alpha=alpha, normalize=normalize, order=order,
+    )  # fmt: skip
     place = scoring.find_device(device)
     shipped.verify(shipped.weights_path())
     with terminal.fetch_bar() as progress:
         fetch([*shipped.POCKET_VLM_PARTS, "clips"], progress=progress)
     with terminal.bar("pocketbench"):
         loaded = pocket.load(dtype="bfloat16" if place.type == "cuda" else "float32")
-        result = scoring.evaluate(loaded, **asdict(setting), **asdict(exam), batch_size=batch_size, device=place, out=out)
+        result = scoring.evaluate(loaded, setting, **asdict(exam), batch_size=batch_size, device=place, out=out)
     if as_json:
         terminal.print_json(result)
         return

@@ -42,7 +42,7 @@ def test_the_table_has_every_task_and_says_what_it_is(command):
     assert code == 0
     lines = out.splitlines()
     assert [line.split()[0] for line in lines[1:4]] == ["all", "action_localization", "action_sequence"]
-    assert "rtn INT4 window_channel, cache_then_ask, easy split, seed 0, 8 frames" in out
+    assert "rtn int4 window_channel 32, cache_then_ask, easy split, seed 0, 8 frames" in out
     assert "5.00 bits per element with metadata" in out
     assert "one answer of 2 is 50.00%" in out
     code, out, _ = command(*SMALL)

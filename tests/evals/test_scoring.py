@@ -11,13 +11,14 @@ import torch
 from wqlab import progress
 from wqlab.errors import MissingPartError, NonFiniteError, OutputError, ParameterError, UnknownNameError
 from wqlab.evals import paired, pocketbench
-from wqlab.evals.scoring import Setting, evaluate, rows, score_settings, summarise_setting
+from wqlab.evals.scoring import Setting, choose_setting, evaluate, rows, score_settings, summarise_setting
 from wqlab.models.pocket import prompt
 
 INT8, INT4, INT2 = (Setting("rtn", bits) for bits in (8, 4, 2))
 FRAMES = pocketbench.MIN_FRAMES
 TOKENS = 64 * FRAMES
 SMALL = {"limit": 4, "num_frames": FRAMES, "batch_size": 2}
+SETTING_WORDS = ("method", "num_bits", "granularity", "window_size", "sink_windows", "policy", "order", "alpha")
 LOG_PROBS = [f"log_prob_{i}" for i in range(4)]
 
 
@@ -111,7 +112,7 @@ def test_nan_is_named(loaded, monkeypatch):
 
 
 def test_evaluate_reports_what_the_table_says(loaded, tmp_path):
-    result = evaluate(loaded, method="rtn", num_bits=2, protocol="paper_literal", seed=5, out=tmp_path, **SMALL)
+    result = evaluate(loaded, INT2, protocol="paper_literal", seed=5, out=tmp_path, **SMALL)
     assert json.loads((tmp_path / result["folder"] / "result.json").read_text()) == result
     assert (result["n"], result["one_answer"], result["method"], result["num_bits"]) == (4, 0.25, "rtn", 2)
     assert (result["protocol"], result["split"], result["seed"], result["num_frames"]) == ("paper_literal", "easy", 5, FRAMES)
@@ -136,20 +137,20 @@ def test_an_interrupted_run_is_continued(loaded, asked, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), progress.listening(stop):
-        evaluate(loaded, method="rtn", num_bits=2, out=tmp_path, **SMALL)
+        evaluate(loaded, INT2, out=tmp_path, **SMALL)
     assert asked == [0, 1]
-    resumed = evaluate(loaded, method="rtn", num_bits=2, out=tmp_path, **SMALL)
+    resumed = evaluate(loaded, INT2, out=tmp_path, **SMALL)
     assert (asked, resumed["kept"], resumed["notes"]) == ([0, 1, 2, 3], 2, [])
-    again = evaluate(loaded, method="rtn", num_bits=2, out=tmp_path, **SMALL)
+    again = evaluate(loaded, INT2, out=tmp_path, **SMALL)
     assert (len(asked), again["kept"]) == (4, 4)
-    longer = evaluate(loaded, method="rtn", num_bits=2, out=tmp_path, **SMALL | {"limit": 6})
+    longer = evaluate(loaded, INT2, out=tmp_path, **SMALL | {"limit": 6})
     assert (asked[4:], longer["n"], longer["kept"]) == ([4, 5], 6, 4)
-    shorter = evaluate(loaded, method="rtn", num_bits=2, out=tmp_path, **SMALL)
+    shorter = evaluate(loaded, INT2, out=tmp_path, **SMALL)
     assert {k: v for k, v in shorter.items() if k != "git_commit"} == {k: v for k, v in again.items() if k != "git_commit"}
     assert len(list(tmp_path.iterdir())) == 1
-    evaluate(loaded, method="rtn", num_bits=4, out=tmp_path, **SMALL | {"limit": 1})
+    evaluate(loaded, INT4, out=tmp_path, **SMALL | {"limit": 1})
     loaded.inputs[0] = type(loaded.inputs[0])("tiny/model.safetensors", "1" * 64)
-    evaluate(loaded, method="rtn", num_bits=2, out=tmp_path, **SMALL | {"limit": 1})
+    evaluate(loaded, INT2, out=tmp_path, **SMALL | {"limit": 1})
     assert len(list(tmp_path.iterdir())) == 3, "other settings and other weights are other runs"
 
 
@@ -163,12 +164,12 @@ def test_an_interrupted_run_is_continued(loaded, asked, tmp_path):
     ],
 )
 def test_damaged_lines_are_named_kept_and_answered_again(loaded, asked, tmp_path, caplog, damage):
-    before = evaluate(loaded, method="rtn", num_bits=2, out=tmp_path, **SMALL)
+    before = evaluate(loaded, INT2, out=tmp_path, **SMALL)
     (journal,) = tmp_path.glob("*/answers.jsonl")
     journal.write_bytes(b"\n".join(damage(journal.read_bytes().splitlines())))
     damaged = journal.read_bytes()
     with caplog.at_level(logging.WARNING):
-        after = evaluate(loaded, method="rtn", num_bits=2, out=tmp_path, **SMALL)
+        after = evaluate(loaded, INT2, out=tmp_path, **SMALL)
     assert (asked[4:], after["kept"]) == ([1], 3)
     aside = journal.with_name("answers.jsonl.damaged-1")
     assert aside.read_bytes() == damaged
@@ -176,7 +177,7 @@ def test_damaged_lines_are_named_kept_and_answered_again(loaded, asked, tmp_path
     assert aside.name in after["notes"][0]
     assert {k: after[k] for k in ("accuracy", "n", "flip_rate")} == {k: before[k] for k in ("accuracy", "n", "flip_rate")}
     assert after["kl"] == pytest.approx(before["kl"], abs=1e-5)
-    assert evaluate(loaded, method="rtn", num_bits=2, out=tmp_path, **SMALL)["notes"] == []
+    assert evaluate(loaded, INT2, out=tmp_path, **SMALL)["notes"] == []
 
 
 def test_a_damaged_result_is_kept(loaded, tmp_path):
@@ -215,6 +216,11 @@ def test_bfloat16_holds_bfloat16(loaded, device):
         ({"method": "rtn", "num_bits": 2, "window_size": 0}, ParameterError, "window_size = 0"),
         ({"method": "rtn", "num_bits": 2, "sink_windows": -1}, ParameterError, "sink_windows = -1"),
         ({"num_bits": 2}, ParameterError, "num_bits = 2; name a quantizer"),
+        ({"method": "kivi", "num_bits": 2, "policy": "own"}, ParameterError, "policy = 'own' is refused"),
+        ({"method": "kivi", "num_bits": 2, "policy": "published", "sink_windows": 1}, ParameterError, "has its own"),
+        ({"method": "windowquant", "alpha": 0}, ParameterError, "alpha = 0.0 is refused"),
+        ({"method": "windowquant", "order": "best"}, ParameterError, "order = 'best' is refused: it must be one of plan, permuted"),
+        ({"method": "transformers-fp8", "num_bits": 4}, ParameterError, "fp8 holds 8 bits"),
         ({"protocol": "cache_than_ask"}, UnknownNameError, "unknown protocol 'cache_than_ask': did you mean cache_then_ask"),
         ({"split": "heard"}, UnknownNameError, "unknown split 'heard': did you mean hard"),
         ({"limit": 0}, ParameterError, "limit = 0 is no number of questions"),
@@ -229,8 +235,10 @@ def test_bfloat16_holds_bfloat16(loaded, device):
     ],
 )
 def test_refusals_come_before_any_work(loaded, asked, tmp_path, options, error, message):
+    words = {name: value for name, value in options.items() if name in SETTING_WORDS}
+    rest = {name: value for name, value in options.items() if name not in SETTING_WORDS}
     with pytest.raises(error, match=message):
-        evaluate(loaded, out=tmp_path, **{"limit": 4, "num_frames": FRAMES} | options)
+        evaluate(loaded, choose_setting(**words), out=tmp_path, **{"limit": 4, "num_frames": FRAMES} | rest)
     assert asked == []
     assert list(tmp_path.iterdir()) == []
 

@@ -1,5 +1,7 @@
 """Scores from a filled cache against plain forward passes without any cache."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,6 +12,11 @@ from wqlab.evals.scoring.stream import Stream, float32_head
 from wqlab.models.pocket import prompt
 
 FRAMES = pocketbench.MIN_FRAMES
+
+
+def known(start, stop):
+    """What a method without a calibration asks of a batch."""
+    return SimpleNamespace(start=start, stop=stop, storage=None, facts=SimpleNamespace(calibration=None))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +50,7 @@ def test_full_precision_is_the_plain_forward_pass(loaded, items, name):
     assert len({len(turn.prefilled + turn.asked) for turn in turns}) > 1, "texts of one length prove nothing about padding"
     video, _, stream = prefilled(loaded, items)
     stream.read([turn.prefilled for turn in turns])
-    found = stream.moved_to(Setting().cache(0, 0)).score([turn.asked for turn in turns], options)
+    found = stream.moved_to(Setting().cache(known(0, 0))).score([turn.asked for turn in turns], options)
     expected = [
         [one_pass(loaded, video[row], turn.prefilled + turn.asked, option) for option in options[row]]
         for row, turn in enumerate(turns)
@@ -55,8 +62,8 @@ def test_full_precision_is_the_plain_forward_pass(loaded, items, name):
 def test_a_quantized_cache_is_read_as_plain_attention_reads_its_decoded_values(loaded, items):
     video, start, stream = prefilled(loaded, items)
     asked = [prompt.question_ids(loaded.tokenizer, item.questions[0].text) for item in items]
-    quantized = stream.moved_to(Setting("rtn", 2).cache(start, start + video.shape[1]))
-    twin = Setting().cache(0, 0)
+    quantized = stream.moved_to(Setting("rtn", 2).cache(known(start, start + video.shape[1])))
+    twin = Setting().cache(known(0, 0))
     for index, layer in enumerate(quantized.cache.layers):
         twin.update(layer.segments.key.dequantize(), layer.segments.value.dequantize(), index)
     same = Stream(loaded.model, twin, stream.branch, stream.lengths, stream.last).read(asked)
@@ -69,7 +76,7 @@ def test_a_quantized_cache_is_read_as_plain_attention_reads_its_decoded_values(l
 def test_reading_in_pieces_is_reading_at_once(loaded, items):
     _, _, stream = prefilled(loaded, items)
     asked = [prompt.question_ids(loaded.tokenizer, item.questions[0].text) for item in items]
-    again = stream.moved_to(Setting().cache(0, 0))
+    again = stream.moved_to(Setting().cache(known(0, 0)))
     at_once = stream.read(asked)
     again.read([text[:3] for text in asked])
     torch.testing.assert_close(again.read([text[3:] for text in asked]), at_once, atol=1e-5, rtol=1e-5)

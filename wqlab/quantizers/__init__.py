@@ -76,6 +76,10 @@ class Quantizer(ABC):
     window_grids : bool
         Whether `Quantized` holds one scale and one minimum per window (and channel, head), and nothing else. Only then can packed
         windows be read without decoding them first, as `wqlab.windowquant` does.
+    takes_calibration : bool
+        Whether the method has an option ``calibration``, and was published with one.
+    published_policy : str
+        The cache policy that the method was published with; its defaults are the paper's numbers.
 
     Raises
     ------
@@ -89,6 +93,8 @@ class Quantizer(ABC):
     supported_granularities: ClassVar[tuple[Granularity, ...]] = get_args(Granularity)
     relative_error: ClassVar[float | None] = None
     window_grids: ClassVar[bool] = True
+    takes_calibration: ClassVar[bool] = False
+    published_policy: ClassVar[str] = "windowed"
 
     def __init__(self, spec: QuantSpec, role: Role = "key") -> None:
         if spec.num_bits not in self.supported_bits:

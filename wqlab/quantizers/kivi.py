@@ -34,6 +34,7 @@ class KIVIQuantizer(Quantizer):
     target = "kv"
     supported_bits = (2, 4)
     window_grids = False
+    published_policy = "kivi"
     supported_granularities = ("window_channel",)
 
     def __init__(self, spec: QuantSpec, role: Role = "key") -> None:

@@ -58,6 +58,8 @@ class SKVQQuantizer(Quantizer):
     target = "kv"
     supported_bits = (2, 4)
     window_grids = False
+    published_policy = "skvq"
+    takes_calibration = True
     supported_granularities = ("window_channel",)
 
     def __init__(

@@ -42,6 +42,7 @@ class SmoothedQuantizer(Quantizer):
 
     #: Whether all heads of a token share one scale.
     heads_share: ClassVar[bool]
+    takes_calibration = True
     window_grids = False
     supported_granularities = ("window_channel",)
 

@@ -28,11 +28,14 @@ class Turn(NamedTuple):
         Token ids read behind the video in full precision; may be empty.
     asked : list of int
         Token ids read from the quantized cache; empty where the question is in `prefilled`.
+    known : Question
+        The question that a plan may know when the cache is quantized.
     """
 
     question: Question
     prefilled: list[int]
     asked: list[int]
+    known: Question
 
 
 class Protocol(ABC):

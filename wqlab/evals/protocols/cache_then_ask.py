@@ -22,4 +22,4 @@ class CacheThenAsk(Protocol):
     def turn(self, tokenizer: Any, questions: Sequence[Question]) -> Turn:
         """Return the first question, asked on the quantized cache."""
         question = questions[0]
-        return Turn(question, [], prompt.question_ids(tokenizer, question.text, question.options))
+        return Turn(question, [], prompt.question_ids(tokenizer, question.text, question.options), question)

@@ -29,4 +29,4 @@ class MultiTurn(Protocol):
         scored, earlier = questions[:2]
         answer = prompt.answer_ids(tokenizer, earlier.options[earlier.answer])
         prefilled = prompt.question_ids(tokenizer, earlier.text, earlier.options) + answer
-        return Turn(scored, prefilled, prompt.follow_up_ids(tokenizer, scored.text, scored.options))
+        return Turn(scored, prefilled, prompt.follow_up_ids(tokenizer, scored.text, scored.options), earlier)

@@ -26,4 +26,4 @@ class PaperLiteral(Protocol):
     def turn(self, tokenizer: Any, questions: Sequence[Question]) -> Turn:
         """Return the first question, asked before the cache is quantized."""
         question = questions[0]
-        return Turn(question, prompt.question_ids(tokenizer, question.text, question.options), [])
+        return Turn(question, prompt.question_ids(tokenizer, question.text, question.options), [], question)

@@ -33,9 +33,9 @@ class Answer(BaseModel):
     log_probs : dict of str to list of float
         Setting -> log-probability of each option.
     num_bytes : dict of str to int
-        Setting -> bytes that hold the visual tokens' K and V, metadata included.
-    num_elements : int
-        Numbers in the visual tokens' K and V.
+        Setting -> bytes that hold the visual tokens' K and V (all tokens' where text is encoded too), metadata included.
+    num_elements : dict of str to int
+        Setting -> numbers in the K and V of those tokens.
     seconds : float
         The question's share of its batch's time, all settings together.
     """
@@ -47,7 +47,7 @@ class Answer(BaseModel):
     answer: int
     log_probs: dict[str, list[float]]
     num_bytes: dict[str, int]
-    num_elements: int
+    num_elements: dict[str, int]
     seconds: float
 
 
@@ -105,7 +105,7 @@ class Journal:
             except ValidationError:
                 damaged += 1
                 continue
-            if answer.log_probs.keys() == answer.num_bytes.keys() == self.labels:
+            if answer.log_probs.keys() == answer.num_bytes.keys() == answer.num_elements.keys() == self.labels:
                 self.answers[answer.index] = answer
             else:
                 damaged += 1

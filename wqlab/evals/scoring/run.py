@@ -16,21 +16,22 @@ from wqlab import paths, progress, registry
 from wqlab.errors import MissingPartError, ParameterError
 from wqlab.evals import pocketbench
 from wqlab.evals.protocols import Protocol
+from wqlab.evals.scoring.batch import VideoBatch
+from wqlab.evals.scoring.facts import SEED, VIDEOS, ModelFacts
 from wqlab.evals.scoring.journal import Answer, Journal, write_result
-from wqlab.evals.scoring.settings import FULL, Exam, Setting
+from wqlab.evals.scoring.settings import FULL, CacheSetting, Exam, Setting
 from wqlab.evals.scoring.stream import Stream
 from wqlab.evals.scoring.table import summarise_setting, to_table
 from wqlab.evals.threads import polite_threads
 from wqlab.models.pocket import prompt
 from wqlab.models.pocket.vision import NUM_PATCHES
 from wqlab.profile import environment
-from wqlab.types import Granularity
 
 if TYPE_CHECKING:
     import pandas as pd
 
 #: Rooms whose code decides an answer: a journal of other code is not continued.
-_CODE = ("cache", "evals", "hf", "layouts", "models/pocket", "quantizers")
+_CODE = ("cache", "evals", "hf", "layouts", "models/pocket", "quantizers", "windows")
 #: Fields of `Exam` that decide an answer.
 _ASKED = ("protocol", "split", "seed", "num_frames", "blind")
 #: Videos at a time.
@@ -44,7 +45,7 @@ class _Run:
     ----------
     loaded : object
         With ``model``, ``tokenizer`` and ``inputs``.
-    settings : list of Setting
+    settings : list of CacheSetting
         Full precision among them.
     exam : Exam
         The questions.
@@ -55,7 +56,7 @@ class _Run:
         For more frames than the context holds.
     """
 
-    def __init__(self, loaded: Any, settings: list[Setting], exam: Exam) -> None:
+    def __init__(self, loaded: Any, settings: list[CacheSetting], exam: Exam) -> None:
         self.loaded, self.settings, self.exam = loaded, settings, exam
         self.embeddings = loaded.model.get_input_embeddings()
         self.device, self.dtype = self.embeddings.weight.device, self.embeddings.weight.dtype
@@ -66,6 +67,10 @@ class _Run:
         self.prefix = prompt.prefix_ids(loaded.tokenizer)
         self.turns = [protocol.turn(loaded.tokenizer, item.questions) for item in self.items]
         self.options = [[prompt.answer_ids(loaded.tokenizer, text) for text in turn.question.options] for turn in self.turns]
+        known = [turn.known for turn in self.turns]
+        self.words = [prompt.encode(loaded.tokenizer, prompt.with_options(q.text, q.options)) for q in known]
+        self.known = [prompt.question_ids(loaded.tokenizer, q.text, q.options) for q in known]
+        self.facts = ModelFacts(loaded, exam.split, exam.num_frames)
         self._check_context()
 
     def _check_context(self) -> None:
@@ -88,7 +93,8 @@ class _Run:
             "benchmark": "pocketbench",
             "generator": {"version": pocketbench.VERSION, "sha256": pocketbench.generator_hash()},
             "weights": {entry.name: entry.sha256 for entry in self.loaded.inputs},
-            "settings": [asdict(setting) for setting in self.settings],
+            "settings": [{"kind": type(s).__name__, **asdict(s)} for s in self.settings],  # type: ignore[call-overload]
+            "calibrated_on": {"seed": SEED, "videos": VIDEOS},
             **{name: getattr(self.exam, name) for name in _ASKED},
             "dtype": str(self.dtype),
             "device": environment.hardware_line() if self.device.type == "cuda" else self.device.type,
@@ -119,12 +125,23 @@ class _Run:
         prefix = self.embeddings(torch.tensor(self.prefix, device=self.device)).expand(len(items), -1, -1)
         stream = Stream.prefill(model, torch.cat([prefix, video], dim=1))
         stream.read([turn.prefilled for turn in turns])
-        start, visual = len(self.prefix), video.shape[1]
-        scores, num_bytes, elements = {}, {}, 0
+        batch = VideoBatch(
+            indices=[item.index for item in items],
+            stream=stream,
+            video=video,
+            start=len(self.prefix),
+            storage=self.storage,
+            words=[self.embeddings(torch.tensor(self.words[i], device=self.device)) for i in places],
+            asked=[self.known[i] for i in places],
+            frames=[turn.known.frames for turn in turns],
+            tokens_per_frame=NUM_PATCHES,
+            facts=self.facts,
+        )
+        scores, num_bytes, elements = {}, {}, {}
         for setting in self.settings:
-            asking = stream.moved_to(setting.cache(start, start + visual, self.storage))
-            num_bytes[setting.label], elements = _video_bytes(asking.cache.report(), visual, len(items), self.storage.itemsize)
-            scores[setting.label] = asking.score(asked, options)
+            label, asking = setting.label, stream.moved_to(setting.cache(batch))
+            num_bytes[label], elements[label] = self._held(setting, asking.cache.report(), batch)
+            scores[label] = asking.score(asked, options)
         seconds = (time.perf_counter() - began) / len(items)
         return [
             Answer(
@@ -139,10 +156,23 @@ class _Run:
             for row, (item, turn) in enumerate(zip(items, turns, strict=True))
         ]
 
+    def _held(self, setting: CacheSetting, report: dict[str, Any], batch: VideoBatch) -> tuple[int, int]:
+        """Return, of one row, the bytes that hold its K and V and their number of elements, from the report of the whole cache.
+
+        Where text is held in full precision its bytes are known, and only the video's count.
+        """
+        rows, tokens = len(batch.indices), report["tokens"]
+        held, per_token = report["bytes_held"], report["bytes_fp16"] // 2 // tokens
+        if not setting.encodes_text:
+            visual = batch.stop - batch.start
+            held -= (tokens - visual) * per_token * self.storage.itemsize
+            tokens = visual
+        return round(held / rows), tokens * per_token // rows
+
 
 def score_settings(
     loaded: Any,
-    settings: Iterable[Setting],
+    settings: Iterable[CacheSetting],
     *,
     protocol: str = "cache_then_ask",
     split: str = "easy",
@@ -163,7 +193,7 @@ def score_settings(
     ----------
     loaded : object
         Of `wqlab.models.pocket.load`: ``model``, ``tokenizer``, ``inputs``.
-    settings : iterable of Setting
+    settings : iterable of CacheSetting
         What is compared.
     protocol, split, seed, limit, num_frames, blind
         As `Exam`.
@@ -194,7 +224,7 @@ def score_settings(
         raise ParameterError(f"batch_size = {batch_size} is no number of videos; take 1 or more")
     if device is not None:
         loaded.model.to(find_device(device))
-    chosen = [Setting(), *(setting for setting in dict.fromkeys(settings) if setting.method != FULL)]
+    chosen = [Setting(), *(setting for setting in dict.fromkeys(settings) if setting.label != FULL)]
     run = _Run(loaded, chosen, exam)
     key = run.key()
     journal = Journal(key, [setting.label for setting in chosen], Path(out) if out is not None else None)
@@ -209,12 +239,8 @@ def score_settings(
 
 def evaluate(
     loaded: Any,
+    setting: CacheSetting | None = None,
     *,
-    method: str = FULL,
-    num_bits: int | None = None,
-    granularity: Granularity = "window_channel",
-    window_size: int = 32,
-    sink_windows: int = 0,
     protocol: str = "cache_then_ask",
     split: str = "easy",
     seed: int = 0,
@@ -227,25 +253,25 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return how one setting answers PocketBench, against full precision.
 
-    Parameters are those of `Setting`, `Exam` and `score_settings`, but answers are always kept: in `out`, by default the cache's
-    folder ``evals``. A run that was interrupted, or ended at a smaller `limit`, is continued.
+    Parameters are those of `score_settings`, with one `setting` (default: full precision itself), but answers are always kept: in
+    `out`, by default the cache's folder ``evals``. A run that was interrupted, or ended at a smaller `limit`, is continued.
 
     Returns
     -------
     dict
-        JSON-ready. The parameters; ``n`` and ``one_answer`` (1 / n, the smallest step of an accuracy); each metric of
-        `paired.METRICS` with ``<metric>_interval``, 95 %, paired over the questions; ``tasks``, the same per task;
-        ``bits_per_element``, ``bytes_held`` and ``bytes_fp16``: what the cache holds for the visual tokens of one video, K and V
-        of all layers, scales and minima included (text is in full precision under every method and not counted);
+        JSON-ready. ``setting``, its label; its fields and the other parameters; ``n`` and ``one_answer`` (1 / n, the smallest step
+        of an accuracy); each metric of `paired.METRICS` with ``<metric>_interval``, 95 %, paired over the questions; ``tasks``,
+        the same per task; ``bits_per_element``, ``bytes_held`` and ``bytes_fp16``: what the cache holds for the visual tokens of
+        one video, K and V of all layers, scales and minima included (of all tokens where the setting encodes text too);
         ``generator``, ``weights``, ``dtype``, ``model``, ``versions``, ``git_commit``, ``hardware``; ``runtime_s``, the time of
         all answers, also of those ``kept`` from before; ``notes``; ``folder``, where answers and this result lie.
 
     Raises
     ------
     UnknownNameError, ParameterError, MissingPartError, OutputError
-        As `Setting` and `score_settings`, before anything is computed.
+        As `score_settings`, before anything is computed.
     """
-    setting = Setting(method, num_bits, granularity, window_size, sink_windows)
+    setting = setting if setting is not None else Setting()
     table = score_settings(
         loaded,
         [setting],
@@ -261,7 +287,8 @@ def evaluate(
     )
     mine, run = table[table["setting"] == setting.label], table.attrs["run"]
     result = {
-        **asdict(setting),
+        "setting": setting.label,
+        **asdict(setting),  # type: ignore[call-overload]  # all are dataclasses
         **{name: run[name] for name in ("benchmark", *_ASKED)},
         "one_answer": 1 / len(mine),
         **summarise_setting(table, setting.label),
@@ -297,16 +324,6 @@ def find_device(name: str | torch.device | None = None) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise MissingPartError(f"device {name}: torch sees no CUDA device here; use cpu")
     return device
-
-
-def _video_bytes(report: dict[str, Any], visual: int, batch: int, itemsize: int) -> tuple[int, int]:
-    """Return the bytes that hold one video's K and V, and their number of elements, from the report of a cache with text in it.
-
-    Text is held in full precision, so its bytes are known; the rest is the video's.
-    """
-    per_token = report["bytes_fp16"] // 2 // report["tokens"]
-    text = (report["tokens"] - visual) * per_token * itemsize
-    return round((report["bytes_held"] - text) / batch), visual * per_token // batch
 
 
 @lru_cache(maxsize=1)  # what runs was imported once; files may change under a long run

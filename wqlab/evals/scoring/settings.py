@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -13,12 +14,34 @@ from wqlab.evals import pocketbench
 from wqlab.hf import QuantizedKVCache
 from wqlab.types import Granularity
 
+if TYPE_CHECKING:
+    from wqlab.evals.scoring.batch import VideoBatch
+    from wqlab.quantizers.calibration import Calibration
+
 FULL = "fp16"
 
 
+class CacheSetting(ABC):
+    """One way to hold a cache. Subclasses are frozen dataclasses, one file each; their fields decide the answers."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """A short name, different for every setting."""
+
+    @property
+    def encodes_text(self) -> bool:
+        """Whether text around the video is encoded too. Then bytes count all tokens held, else those of the video."""
+        return False
+
+    @abstractmethod
+    def cache(self, batch: VideoBatch) -> Any:
+        """Return an empty transformers cache for these videos, which can ``report()`` the bytes that it holds."""
+
+
 @dataclass(frozen=True)
-class Setting:
-    """A method at one width, for the visual tokens.
+class Setting(CacheSetting):
+    """A method at one width.
 
     Parameters
     ----------
@@ -32,6 +55,9 @@ class Setting:
         Tokens per window, counted from the first visual token.
     sink_windows : int
         First visual windows that stay in full precision.
+    policy : {"span", "published"}
+        ``span``: every whole window of the video is encoded and text is not, the same ground for all methods. ``published``: the
+        method's own policy with its paper's defaults (residual window, sinks), over all tokens.
 
     Raises
     ------
@@ -39,6 +65,10 @@ class Setting:
         For a method that does not exist.
     ParameterError
         For a setting that the method cannot serve.
+
+    Notes
+    -----
+    Methods that were published with a calibration get one, of the videos that `wqlab.evals.scoring.facts` names.
     """
 
     method: str = FULL
@@ -46,8 +76,11 @@ class Setting:
     granularity: Granularity = "window_channel"
     window_size: int = 32
     sink_windows: int = 0
+    policy: Literal["span", "published"] = "span"
 
     def __post_init__(self) -> None:
+        if self.policy not in ("span", "published"):
+            raise ParameterError(f"policy = {self.policy!r} is refused: it must be span or published")
         if self.method == FULL:
             if self.num_bits not in (None, 16):
                 raise ParameterError(f"method {FULL} holds 16 bits per number, not num_bits = {self.num_bits}; name a quantizer")
@@ -58,30 +91,44 @@ class Setting:
             raise UnknownNameError("method", self.method, [FULL, *error.known]) from error
         if self.num_bits is None:
             raise ParameterError(f"method {self.method} needs num_bits: one of {', '.join(map(str, supported))}")
-        self.cache(0, 0)  # refuses now what it would refuse later
+        if self.policy == "published" and self.sink_windows:
+            raise ParameterError(f"sink_windows = {self.sink_windows} goes with policy span; a published policy has its own")
+        self._make(0, 0, None, None)  # refuses now what it would refuse later
 
     @property
     def label(self) -> str:
-        """A short name, different for every setting, for example ``"rtn int2 window_channel 32"``."""
+        """A short name, for example ``"rtn int2 window_channel 32"``."""
         if self.method == FULL:
             return FULL
         sinks = f" sinks {self.sink_windows}" if self.sink_windows else ""
-        return f"{self.method} int{self.num_bits} {self.granularity} {self.window_size}{sinks}"
+        policy = "" if self.policy == "span" else f" {self.policy}"
+        return f"{self.method} int{self.num_bits} {self.granularity} {self.window_size}{sinks}{policy}"
 
-    def cache(self, start: int, stop: int, storage_dtype: torch.dtype | None = None) -> Any:
-        """Return an empty `QuantizedKVCache` that encodes visual tokens in ``[start, stop)`` and holds the rest as it is."""
+    @property
+    def encodes_text(self) -> bool:
+        """True for a published policy."""
+        return self.method != FULL and self.policy == "published"
+
+    def cache(self, batch: VideoBatch) -> Any:
+        """Return an empty `QuantizedKVCache`."""
+        calibrated = self.method != FULL and registry.lookup("method", self.method).takes_calibration
+        return self._make(batch.start, batch.stop, batch.storage, batch.facts.calibration if calibrated else None)
+
+    def _make(self, start: int, stop: int, storage_dtype: torch.dtype | None, calibration: Calibration | None) -> QuantizedKVCache:
         if self.method == FULL or self.num_bits is None:
             return QuantizedKVCache(policy="full", storage_dtype=storage_dtype)
+        policy, options = registry.lookup("method", self.method).published_policy, {}
+        if self.policy == "span":
+            policy, options = "span", {"start": start, "stop": stop, "sink_windows": self.sink_windows}
         return QuantizedKVCache(
             method=self.method,
             num_bits=self.num_bits,
-            policy="span",
+            policy=policy,
             window_size=self.window_size,
             granularity=self.granularity,
             storage_dtype=storage_dtype,
-            start=start,
-            stop=stop,
-            sink_windows=self.sink_windows,
+            method_options=None if calibration is None else {"calibration": calibration},
+            **options,
         )
 
 

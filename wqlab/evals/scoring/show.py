@@ -25,9 +25,9 @@ def render(result: dict[str, Any]) -> tuple[Table, str]:
             _number(row, "margin_difference", "+.2g"),
         )
     eyes = ", visual tokens zeroed" if result["blind"] else ""
-    what = result["method"] if result["num_bits"] is None else f"{result['method']} INT{result['num_bits']} {result['granularity']}"
     lines = [
-        f"{what}, {result['protocol']}, {result['split']} split, seed {result['seed']}, {result['num_frames']} frames{eyes}",
+        f"{result['setting']}, {result['protocol']}, {result['split']} split, seed {result['seed']}, {result['num_frames']} frames"
+        + eyes,
         f"video: {result['bits_per_element']:.2f} bits per element with metadata, {result['bytes_held']:,} bytes "
         f"(FP16: {result['bytes_fp16']:,})",
         f"in brackets: 95 % intervals, paired over the questions; one answer of {result['n']} is {result['one_answer']:.2%}",

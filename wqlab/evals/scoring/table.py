@@ -11,19 +11,19 @@ import pandas as pd
 
 from wqlab.evals import paired
 from wqlab.evals.scoring.journal import Answer
-from wqlab.evals.scoring.settings import FULL, Setting
+from wqlab.evals.scoring.settings import FULL, CacheSetting
 
 _LOG_PROBS = [f"log_prob_{i}" for i in range(4)]
 
 
-def to_table(answers: Iterable[Answer], settings: Sequence[Setting], common: dict[str, Any]) -> pd.DataFrame:
+def to_table(answers: Iterable[Answer], settings: Sequence[CacheSetting], common: dict[str, Any]) -> pd.DataFrame:
     """Return one row per setting and question.
 
     Parameters
     ----------
     answers : iterable of Answer
         One or more.
-    settings : sequence of Setting
+    settings : sequence of CacheSetting
         Those of the answers, full precision among them.
     common : dict
         Columns that are the same in every row.
@@ -31,9 +31,10 @@ def to_table(answers: Iterable[Answer], settings: Sequence[Setting], common: dic
     Returns
     -------
     pandas.DataFrame
-        The fields of `Setting` and its label (``setting``), the common columns, ``index``, ``task``, ``answer``, ``chosen``,
-        ``log_prob_0`` to ``log_prob_3``, the metrics of `paired.per_question`, ``bits_per_element`` (metadata included),
-        ``bytes_held`` and ``bytes_fp16`` (of the visual tokens), ``seconds``.
+        The fields of the settings (empty where a setting has none of that name) and their label (``setting``), the common columns,
+        ``index``, ``task``, ``answer``, ``chosen``, ``log_prob_0`` to ``log_prob_3``, the metrics of `paired.per_question`,
+        ``bits_per_element`` (metadata included), ``bytes_held`` and ``bytes_fp16`` (of the visual tokens; of all tokens where text
+        is encoded too), ``seconds``.
     """
     found = sorted(answers, key=lambda answer: answer.index)
     right = np.array([a.answer for a in found])
@@ -42,10 +43,10 @@ def to_table(answers: Iterable[Answer], settings: Sequence[Setting], common: dic
     for setting in settings:
         label = setting.label
         scores = np.array([a.log_probs[label] for a in found])
-        held, elements = (np.array(x) for x in ([a.num_bytes[label] for a in found], [a.num_elements for a in found]))
+        held, elements = (np.array(x) for x in ([a.num_bytes[label] for a in found], [a.num_elements[label] for a in found]))
         columns: dict[str, Any] = {
             "setting": label,
-            **asdict(setting),
+            **asdict(setting),  # type: ignore[call-overload]  # all are dataclasses
             **common,
             "index": [a.index for a in found],
             "task": [a.task for a in found],
