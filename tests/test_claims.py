@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import subprocess
@@ -384,3 +385,12 @@ def test_no_tolerance_is_younger_than_the_measurement_that_it_judges() -> None:
     assert not wrong
     if not told:
         pytest.skip(untold[0] if untold else "no figure has been made in this checkout yet")
+
+
+def test_every_contradiction_of_windowquant_is_an_entry_that_finds_it() -> None:
+    with (paths.shipped("data") / "paper" / "contradictions.csv").open(encoding="utf-8", newline="") as file:
+        listed = [row for row in csv.DictReader(file) if row["cell"].startswith("windowquant")]
+    for row in listed:
+        entries = [c for c in claims.ledger("windowquant") if c.inner and getattr(c.evidence, "cell", None) == row["cell"]]
+        entries = [c for c in entries if any(e.than == row["against"] and e.op == row["should"] for e in c.expect)]
+        assert [claims.judge(c, claims.figures_dir()).verdict for c in entries] == ["inconsistent_in_paper"], row
