@@ -22,7 +22,7 @@ from wqlab.ops.mixed_decode.operands import FragmentSegment
 
 _log = logging.getLogger(__name__)
 #: Architectures on which the tests of this version of the kernel have passed. On others it runs when it is asked for by name.
-TESTED: frozenset[tuple[int, int]] = frozenset()
+TESTED: frozenset[tuple[int, int]] = frozenset({(9, 0)})
 _THREADS = 128
 #: Shared memory that a program may take without keeping a second one from its multiprocessor.
 _ROOM = 96 << 10
