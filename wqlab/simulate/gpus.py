@@ -132,21 +132,25 @@ _MB = _KB * _KB
 _ROWS = (
     GPUSpec(
         key="rtx4090", name="GeForce RTX 4090, 24 GB GDDR6X (PCIe)", num_sms=128, l2_bytes=72 * _MB, bandwidth_gb_s=1008,
-        boost_clock_mhz=2520, memory_gb=24, source="NVIDIA Ada GPU Architecture white paper, table of the GeForce RTX 4090", **_SM89,
+        boost_clock_mhz=2520, memory_gb=24,
+        source="NVIDIA Ada GPU Architecture white paper, table of the GeForce RTX 4090", **_SM89,
     ),
     GPUSpec(
         key="a40", name="A40, 48 GB GDDR6 (PCIe)", num_sms=84, l2_bytes=6 * _MB, bandwidth_gb_s=696,
-        boost_clock_mhz=1740, memory_gb=48, source="NVIDIA A40 datasheet and product brief; L2: NVIDIA Ampere GA102 white paper",
+        boost_clock_mhz=1740, memory_gb=48,
+        source="NVIDIA A40 datasheet and product brief; L2: NVIDIA Ampere GA102 white paper",
         **_SM86,
     ),
     GPUSpec(
         key="a100", name="A100 SXM4, 80 GB HBM2e", num_sms=108, l2_bytes=40 * _MB, bandwidth_gb_s=2039,
-        boost_clock_mhz=1410, memory_gb=80, source="NVIDIA A100 80 GB datasheet; NVIDIA A100 Tensor Core GPU Architecture white paper",
+        boost_clock_mhz=1410, memory_gb=80,
+        source="NVIDIA A100 80 GB datasheet; NVIDIA A100 Tensor Core GPU Architecture white paper",
         **_SM80,
     ),
     GPUSpec(
         key="a800", name="A800 SXM4, 80 GB HBM2e", num_sms=108, l2_bytes=40 * _MB, bandwidth_gb_s=2039,
-        boost_clock_mhz=1410, memory_gb=80, source="NVIDIA A800 datasheet: an A100 with NVLink at 400 GB/s; the rest as of the A100",
+        boost_clock_mhz=1410, memory_gb=80,
+        source="NVIDIA A800 datasheet: an A100 with NVLink at 400 GB/s; the rest as of the A100",
         **_SM80,
     ),
     GPUSpec(
@@ -158,12 +162,13 @@ _ROWS = (
     GPUSpec(
         key="h200", name="H200 SXM5, 141 GB HBM3e", num_sms=132, l2_bytes=60 * _MB, bandwidth_gb_s=4800,
         boost_clock_mhz=1980, memory_gb=141,
-        source="NVIDIA H200 datasheet (the clock follows from its 67 TFLOPS of FP32); multiprocessors and L2: what its driver reports",
+        source="NVIDIA H200 datasheet (the clock follows from its 67 TFLOPS of FP32); SMs and L2: what its driver reports",
         **_SM90,
     ),
     GPUSpec(
         key="l40s", name="L40S, 48 GB GDDR6 (PCIe)", num_sms=142, l2_bytes=96 * _MB, bandwidth_gb_s=864,
-        boost_clock_mhz=2520, memory_gb=48, source="NVIDIA L40S datasheet and product brief; L2: NVIDIA Ada GPU Architecture white paper",
+        boost_clock_mhz=2520, memory_gb=48,
+        source="NVIDIA L40S datasheet and product brief; L2: NVIDIA Ada GPU Architecture white paper",
         **_SM89,
     ),
 )  # fmt: skip

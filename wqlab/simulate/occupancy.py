@@ -1,8 +1,8 @@
 """Blocks that a multiprocessor holds at once, what limits them, and what a block can take more without losing one.
 
-The arithmetic is that of ``cudaOccupancyMaxActiveBlocksPerMultiprocessor`` (NVIDIA's ``cuda_occupancy.h``): registers go to warps in
-multiples of 256, each of the four sub-partitions holds whole warps, and shared memory goes to blocks in multiples of 128 bytes with
-1 KB for the driver. The slack is what VQ-LLM (Sect. V, Fig. 10) fills with codebook entries.
+The arithmetic is that of ``cudaOccupancyMaxActiveBlocksPerMultiprocessor`` (NVIDIA's ``cuda_occupancy.h``): registers go to warps
+in multiples of 256, each of the four sub-partitions holds whole warps, and shared memory goes to blocks in multiples of 128 bytes
+with 1 KB for the driver. The slack is what VQ-LLM (Sect. V, Fig. 10) fills with codebook entries.
 """
 
 from __future__ import annotations
