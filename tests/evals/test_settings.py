@@ -37,8 +37,8 @@ def batch(loaded):
         asked = [prompt.question_ids(loaded.tokenizer, i.questions[0].text, i.questions[0].options) for i in items]
         words = [embed(torch.tensor(ids)) for ids in asked]
     return VideoBatch(
-        indices=[item.index for item in items], stream=stream, video=video, start=prefix.shape[1], storage=torch.float16,
-        words=words, asked=asked, frames=[item.questions[0].frames for item in items], tokens_per_frame=64,
+        items=items, stream=stream, video=video, start=prefix.shape[1], storage=torch.float16,
+        words=words, asked=asked, known=[item.questions[0] for item in items], tokens_per_frame=64,
         facts=ModelFacts(loaded, "easy", FRAMES),
     )  # fmt: skip
 
@@ -71,8 +71,8 @@ def test_every_row_holds_what_a_windowquant_cache_of_its_own_would(batch, settin
 
 def test_truth_keeps_the_windows_that_answer_and_inverse_those_that_do_not(batch):
     truth, inverse = (PlanSetting(normalize="rank", order=order).scores(batch) for order in ("truth", "inverse"))
-    for row, frames in enumerate(batch.frames):
-        hit = relevant_windows(frames, 32, 64, truth.shape[1])
+    for row, question in enumerate(batch.known):
+        hit = relevant_windows(question.frames, 32, 64, truth.shape[1])
         assert truth[row][hit].min() > truth[row][~hit].max()
         assert inverse[row][hit].max() < inverse[row][~hit].min()
 

@@ -64,6 +64,21 @@ def auc(scores: ArrayLike, relevant: ArrayLike) -> float:
     return float((above > 0).mean() + (above == 0).mean() / 2)
 
 
+def precision_at_k(scores: ArrayLike, relevant: ArrayLike) -> float:
+    """Return the share of relevant windows among the k with the highest scores, k being the number of relevant ones.
+
+    Equal scores share the places that are left for them.
+
+    Parameters and errors are those of `auc`.
+    """
+    auc(scores, relevant)  # refuses what has no answer
+    x, hit = np.asarray(scores, dtype=np.float64), np.asarray(relevant, dtype=bool)
+    k = int(hit.sum())
+    least = np.sort(x)[-k]
+    sure, tied = x > least, x == least
+    return float((hit[sure].sum() + (k - sure.sum()) * hit[tied].mean()) / k)
+
+
 def interaction(scores: Floats) -> Floats:
     """Return what is left of [prompts, windows] without the mean of each prompt and of each window.
 

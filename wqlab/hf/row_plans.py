@@ -34,6 +34,8 @@ class RowPlansCache(DynamicCache):  # type: ignore[misc]
         As `wqlab.hf.WindowQuantCache`.
     storage_dtype : torch.dtype
         Of full-precision tokens and metadata.
+    decoded : dict, optional
+        Keeps decoded windows for further caches that are filled with the same prompt.
 
     Raises
     ------
@@ -49,11 +51,14 @@ class RowPlansCache(DynamicCache):  # type: ignore[misc]
         method: str = "rtn",
         granularity: Granularity = "window_channel",
         storage_dtype: torch.dtype = torch.float16,
+        decoded: dict[Any, Tensor] | None = None,
     ) -> None:
         super().__init__()
         if bit_widths.dim() != 3:
             raise ParameterError(f"bit_widths {list(bit_widths.shape)} must be [batch, layers, windows]")
         self._widths, self._start, self._window, self._storage = bit_widths.cpu(), start, window_size, storage_dtype
+        self._decoded_windows = decoded
+        self._kind = (method, granularity, window_size)
         self._quantizers = {
             bits: {
                 role: quantizers.create(method, bits, window_size, granularity, role)  # type: ignore[arg-type]
@@ -106,9 +111,16 @@ class RowPlansCache(DynamicCache):  # type: ignore[misc]
             chosen = widths == bits
             if not bool(chosen.any()):
                 continue
-            quantizer = sides[role]
             at = chosen.repeat_interleave(self._window, 1).to(x.device)[:, None, :, None]
-            decoded = torch.where(at, quantizer.dequantize(quantizer.quantize(video)), decoded)
-            cost = quantizer.bits_per_element((1, heads, self._window, dim), self._storage)
+            decoded = torch.where(at, self._at_width(video, bits, layer, role), decoded)
+            cost = sides[role].bits_per_element((1, heads, self._window, dim), self._storage)
             self._saved += int(chosen.sum()) * heads * self._window * dim * (self._storage.itemsize - cost / 8)
         return torch.cat([stored[:, :, : self._start], decoded, stored[:, :, stop:]], dim=2).to(x.dtype)
+
+    def _at_width(self, video: Tensor, bits: int, layer: int, role: str) -> Tensor:
+        quantizer, place = self._quantizers[bits][role], (*self._kind, bits, layer, role)
+        if self._decoded_windows is None:
+            return quantizer.dequantize(quantizer.quantize(video))
+        if place not in self._decoded_windows:
+            self._decoded_windows[place] = quantizer.dequantize(quantizer.quantize(video))
+        return self._decoded_windows[place]

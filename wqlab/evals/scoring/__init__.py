@@ -8,7 +8,7 @@ how a cache is held (`plans` and `library` are more of them, `choose` finds one 
 from wqlab.evals.scoring.choose import choose_setting
 from wqlab.evals.scoring.library import TransformersSetting
 from wqlab.evals.scoring.plans import PlanSetting
-from wqlab.evals.scoring.run import evaluate, find_device, score_settings
+from wqlab.evals.scoring.run import evaluate, find_device, read_videos, score_settings
 from wqlab.evals.scoring.settings import CacheSetting, Exam, Setting
 from wqlab.evals.scoring.show import render
 from wqlab.evals.scoring.table import summarise_setting
@@ -22,6 +22,7 @@ __all__ = [
     "choose_setting",
     "evaluate",
     "find_device",
+    "read_videos",
     "render",
     "score_settings",
     "summarise_setting",

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wqlab import registry
 from wqlab.errors import ParameterError
 from wqlab.evals.relevance import relevant_windows
 from wqlab.evals.scoring.batch import VideoBatch
@@ -18,6 +17,7 @@ from wqlab.hf.row_plans import RowPlansCache
 from wqlab.types import Granularity, WindowPlan
 from wqlab.windows import scorers
 from wqlab.windows.plan import make_plan
+from wqlab.windows.scorers.attention import AttentionScorer
 from wqlab.windows.similarity import Normalize
 from wqlab.windows.thresholds import check_alpha
 
@@ -44,6 +44,8 @@ class PlanSetting(CacheSetting):
         worst. Inside both groups the order is random.
     seed : int
         Of what is random, together with the index of the question.
+    layers : tuple of int, optional
+        Of the scorer ``attention``; default: its own.
     method, granularity, window_size
         How a window is encoded.
 
@@ -59,12 +61,13 @@ class PlanSetting(CacheSetting):
     first_window_full: bool = True
     order: Order = "plan"
     seed: int = 0
+    layers: tuple[int, ...] | None = None
     method: str = "rtn"
     granularity: Granularity = "window_channel"
     window_size: int = 32
 
     def __post_init__(self) -> None:
-        registry.lookup("scorer", self.scorer)
+        self._scorer()  # refuses what it does not know
         check_alpha(self.alpha)
         for name, known in (("normalize", get_args(Normalize)), ("order", get_args(Order))):
             if getattr(self, name) not in known:
@@ -77,7 +80,8 @@ class PlanSetting(CacheSetting):
     @property
     def label(self) -> str:
         """For example ``"windowquant cosine rank alpha 2"``."""
-        words = ["windowquant", self.scorer, self.normalize, f"alpha {self.alpha:g}"]
+        layers = "" if self.layers is None else f"({','.join(map(str, self.layers))})"
+        words = ["windowquant", self.scorer + layers, self.normalize, f"alpha {self.alpha:g}"]
         if self.order != "plan":
             words.append(f"{self.order} {self.seed}")
         words += [] if self.first_window_full else ["no first window"]
@@ -99,12 +103,17 @@ class PlanSetting(CacheSetting):
     def scores(self, batch: VideoBatch) -> NDArray[np.float64]:
         """Return float64 [batch, windows]; for ``truth`` and ``inverse`` what the answer's frames say."""
         if self.order in ("plan", "permuted"):
-            found = scorers.create(self.scorer).score(list(batch.words), batch.video, window_size=self.window_size)
+            scorer = self._scorer()
+            text, visual = list(batch.words), batch.video
+            if isinstance(scorer, AttentionScorer):
+                visual = batch.attention()[list(scorer.layers)].permute(1, 2, 0)
+                text = [visual.new_ones(1, len(scorer.layers))] * len(visual)
+            found = scorer.score(text, visual, window_size=self.window_size)
             return np.asarray(torch.as_tensor(found.values).double().cpu())
         count = batch.video.shape[1] // self.window_size
         rows = []
-        for row, frames in enumerate(batch.frames):
-            hit = relevant_windows(frames, self.window_size, batch.tokens_per_frame, count)
+        for row, question in enumerate(batch.known):
+            hit = relevant_windows(question.frames, self.window_size, batch.tokens_per_frame, count)
             noise = np.random.default_rng(self._seed(batch, row)).random(count)
             rows.append(noise + (hit if self.order == "truth" else ~hit))
         return np.stack(rows)
@@ -112,8 +121,11 @@ class PlanSetting(CacheSetting):
     def cache(self, batch: VideoBatch) -> Any:
         """Return a `RowPlansCache` with the plans of these videos."""
         widths = torch.stack([torch.as_tensor(plan.bit_widths) for plan in self.plans(batch)])
-        return RowPlansCache(widths, batch.start, self.window_size, self.method, self.granularity, batch.storage)
+        return RowPlansCache(widths, batch.start, self.window_size, self.method, self.granularity, batch.storage, batch.shared)
+
+    def _scorer(self) -> scorers.Scorer:
+        return scorers.create(self.scorer, **({} if self.layers is None else {"layers": self.layers}))
 
     def _seed(self, batch: VideoBatch, row: int) -> int:
         """Return a seed that depends on the question and not on its batch."""
-        return int(np.random.SeedSequence([self.seed, batch.indices[row]]).generate_state(1)[0])
+        return int(np.random.SeedSequence([self.seed, batch.items[row].index]).generate_state(1)[0])

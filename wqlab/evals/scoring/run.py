@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -113,10 +113,9 @@ class _Run:
             progress.report("questions", done + low + len(batch), len(self.items))
 
     @torch.inference_mode()
-    def _answer(self, places: Sequence[int]) -> list[Answer]:
-        began = time.perf_counter()
+    def read(self, places: Sequence[int]) -> VideoBatch:
+        """Draw, see and prefill the videos at `places` of `items`, and what the protocol has read before the cache is quantized."""
         model, items, turns = self.loaded.model, [self.items[i] for i in places], [self.turns[i] for i in places]
-        asked, options = [turn.asked for turn in turns], [self.options[i] for i in places]
         if self.exam.blind:
             size = len(items), self.exam.num_frames * NUM_PATCHES, self.embeddings.weight.shape[1]
             video = torch.zeros(size, dtype=self.dtype, device=self.device)
@@ -125,21 +124,28 @@ class _Run:
         prefix = self.embeddings(torch.tensor(self.prefix, device=self.device)).expand(len(items), -1, -1)
         stream = Stream.prefill(model, torch.cat([prefix, video], dim=1))
         stream.read([turn.prefilled for turn in turns])
-        batch = VideoBatch(
-            indices=[item.index for item in items],
+        return VideoBatch(
+            items=items,
             stream=stream,
             video=video,
             start=len(self.prefix),
             storage=self.storage,
             words=[self.embeddings(torch.tensor(self.words[i], device=self.device)) for i in places],
             asked=[self.known[i] for i in places],
-            frames=[turn.known.frames for turn in turns],
+            known=[turn.known for turn in turns],
             tokens_per_frame=NUM_PATCHES,
             facts=self.facts,
         )
+
+    @torch.inference_mode()
+    def _answer(self, places: Sequence[int]) -> list[Answer]:
+        began = time.perf_counter()
+        items, turns = [self.items[i] for i in places], [self.turns[i] for i in places]
+        asked, options = [turn.asked for turn in turns], [self.options[i] for i in places]
+        batch = self.read(places)
         scores, num_bytes, elements = {}, {}, {}
         for setting in self.settings:
-            label, asking = setting.label, stream.moved_to(setting.cache(batch))
+            label, asking = setting.label, batch.stream.moved_to(setting.cache(batch))
             num_bytes[label], elements[label] = self._held(setting, asking.cache.report(), batch)
             scores[label] = asking.score(asked, options)
         seconds = (time.perf_counter() - began) / len(items)
@@ -161,13 +167,36 @@ class _Run:
 
         Where text is held in full precision its bytes are known, and only the video's count.
         """
-        rows, tokens = len(batch.indices), report["tokens"]
+        rows, tokens = len(batch.items), report["tokens"]
         held, per_token = report["bytes_held"], report["bytes_fp16"] // 2 // tokens
         if not setting.encodes_text:
             visual = batch.stop - batch.start
             held -= (tokens - visual) * per_token * self.storage.itemsize
             tokens = visual
         return round(held / rows), tokens * per_token // rows
+
+
+def read_videos(loaded: Any, exam: Exam, batch_size: int | None = None) -> Iterator[VideoBatch]:
+    """Yield the videos of an exam, prefilled in full precision, for measurements that answer no question.
+
+    Parameters
+    ----------
+    loaded, batch_size
+        As `score_settings`.
+    exam : Exam
+        Which videos.
+
+    Raises
+    ------
+    ParameterError
+        For more frames than the context holds.
+    """
+    run = _Run(loaded, [Setting()], exam)
+    size = batch_size or _BATCH.get(run.device.type, 1)
+    with polite_threads():
+        for low in range(0, len(run.items), size):
+            progress.report("questions", low, len(run.items))
+            yield run.read(range(low, min(low + size, len(run.items))))
 
 
 def score_settings(

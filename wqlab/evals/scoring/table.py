@@ -46,7 +46,7 @@ def to_table(answers: Iterable[Answer], settings: Sequence[CacheSetting], common
         held, elements = (np.array(x) for x in ([a.num_bytes[label] for a in found], [a.num_elements[label] for a in found]))
         columns: dict[str, Any] = {
             "setting": label,
-            **asdict(setting),  # type: ignore[call-overload]  # all are dataclasses
+            **{name: str(value) if isinstance(value, tuple) else value for name, value in asdict(setting).items()},  # type: ignore[call-overload]
             **common,
             "index": [a.index for a in found],
             "task": [a.task for a in found],

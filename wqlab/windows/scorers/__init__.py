@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -21,9 +21,16 @@ from wqlab.windows.batch import Rows, WindowBatch, WindowScores, WindowUnit, win
 
 @dataclass(frozen=True)
 class Scorer(ABC):
-    """Base of all scorers. A frozen dataclass: its fields are its options."""
+    """Base of all scorers. A frozen dataclass: its fields are its options.
+
+    Attributes
+    ----------
+    reads : {"embeddings", "attention"}
+        What `text` and `visual` of `score` are: embeddings, or the attention that `wqlab.hf.question_attention` returns.
+    """
 
     name: ClassVar[str]
+    reads: ClassVar[Literal["embeddings", "attention"]] = "embeddings"
 
     @abstractmethod
     def compare(self, batch: WindowBatch) -> Tensor:
