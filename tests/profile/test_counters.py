@@ -61,3 +61,23 @@ def test_why_it_cannot_count_is_said(tool, monkeypatch):
     monkeypatch.setattr(counters, "find_tool", lambda: None)
     with pytest.raises(MissingPartError, match="not installed"):
         counters.global_loads(["true"], "^mixed_decode")
+
+
+def test_shared_loads_take_what_this_version_has(tool, monkeypatch):
+    shared = list(counters._SHARED.values())
+    monkeypatch.setitem(globals(), "NAMES", shared)
+    tool(table(["1,000", "40"], ["7", "0"]))
+    first, second = counters.shared_loads(["true"], "^bank_conflicts")
+    assert first == {"kernel_index": 0, "wavefronts": 1000, "conflicts": 40}
+    assert second["conflicts"] == 0
+    more = [*shared, *counters._SHARED_IF_THERE.values()]
+    monkeypatch.setitem(globals(), "NAMES", more)
+    tool(table(["1", "2", "3", "4", "5"]))
+    assert counters.shared_loads(["true"], "x")[0] == {
+        "kernel_index": 0, "wavefronts": 1, "conflicts": 2, "sass_wavefronts": 3, "sass_conflicts": 4, "instructions": 5,
+    }  # fmt: skip
+    tool(table(["1", "2", "n/a", "4", "5"]))  # listed, and not collected after all
+    assert counters.shared_loads(["true"], "x")[0] == {"kernel_index": 0, "wavefronts": 1, "conflicts": 2}
+    tool("==ERROR== ERR_NVGPUCTRPERM", code=1)
+    with pytest.raises(MissingPartError, match="ERR_NVGPUCTRPERM"):
+        counters.shared_loads(["true"], "x")

@@ -105,6 +105,36 @@ class Kernel:
         if result[0].value:
             _checked(result, f"cannot launch kernel {self.name} with grid {gx, gy, gz}, block {bx, by, bz}")
 
+    def resident_blocks(self, threads: int, shared_bytes: int = 0, carve_out: int | None = None) -> int:
+        """Return how many blocks the driver says that a multiprocessor holds at once.
+
+        Parameters
+        ----------
+        threads : int
+            Per block.
+        shared_bytes : int
+            Dynamic shared memory per block.
+        carve_out : int, optional
+            Preferred share of the largest carve-out, in percent; it stays with the kernel until the next call. None: no preference.
+
+        Raises
+        ------
+        ParameterError
+            For more shared memory than a block can have.
+        KernelError
+            When the driver refuses the question.
+        """
+        driver, what = self._driver, f"cannot ask for the occupancy of kernel {self.name}"
+        prefer = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        _checked(driver.cuCtxPushCurrent(self._context), "cannot use the device's context")
+        try:
+            if shared_bytes > self._shared_allowed:
+                self._allow(shared_bytes)
+            _checked(driver.cuFuncSetAttribute(self._function, prefer, -1 if carve_out is None else carve_out), what)
+            return int(_checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(self._function, threads, shared_bytes), what))
+        finally:
+            driver.cuCtxPopCurrent()
+
     def _allow(self, shared_bytes: int) -> None:
         if shared_bytes > self._shared_limit:
             raise ParameterError(

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from wqlab.errors import MissingPartError
@@ -24,6 +24,16 @@ _COPIES = (
     ),
 )
 _DRAM = "dram__bytes_read"
+#: Shared-memory loads: the counters of the L1's data stage, and those that SASS patching adds, which see the loads alone.
+_SHARED = {
+    "wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld",
+    "conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld",
+}
+_SHARED_IF_THERE = {
+    "sass_wavefronts": "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_ld",
+    "sass_conflicts": "smsp__sass_l1tex_data_bank_conflicts_pipe_lsu_mem_shared_op_ld",
+    "instructions": "smsp__inst_executed_op_shared_ld",
+}
 
 
 def find_tool() -> str | None:
@@ -56,17 +66,56 @@ def global_loads(command: Sequence[str], kernels: str, timeout_s: float = 180) -
     MissingPartError
         Without ncu, or where it says that it cannot count.
     """
+
+    def choose(available: set[str]) -> dict[str, list[str]]:
+        loads = {what: [_LOADS.format(what=what)] for what in ("requests", "sectors")}
+        copies = next((names for names in _COPIES if all(_metric(n, "sectors") in available for n in names)), ())
+        return {
+            **loads,
+            **{f"copy_{what}": [_metric(name, what) for name in copies] for what in ("requests", "sectors")},
+            "dram_bytes": [_DRAM],
+        }
+
+    return _count(command, kernels, timeout_s, choose)
+
+
+def shared_loads(command: Sequence[str], kernels: str, timeout_s: float = 180) -> list[dict[str, float]]:
+    """Run a program under ncu and return what its kernels' loads from shared memory cost, one entry per launch, in order.
+
+    Parameters
+    ----------
+    command, kernels, timeout_s
+        As of `global_loads`.
+
+    Returns
+    -------
+    list of dict
+        ``kernel_index``; ``wavefronts`` and ``conflicts`` of the L1's data stage; and, of those that this version has,
+        ``sass_wavefronts`` and ``sass_conflicts`` (the same, counted by patched code), ``instructions`` (loads of warps).
+
+    Raises
+    ------
+    MissingPartError
+        Without ncu, or where it says that it cannot count.
+    """
+
+    def choose(available: set[str]) -> dict[str, list[str]]:
+        found = {**_SHARED, **{what: name for what, name in _SHARED_IF_THERE.items() if name in available}}
+        return {what: [name] for what, name in found.items()}
+
+    try:
+        return _count(command, kernels, timeout_s, choose)
+    except MissingPartError:  # a metric that is listed can still be refused; those that must be there come first
+        return _count(command, kernels, timeout_s, lambda available: {what: [name] for what, name in _SHARED.items()})
+
+
+def _count(
+    command: Sequence[str], kernels: str, timeout_s: float, choose: Callable[[set[str]], dict[str, list[str]]]
+) -> list[dict[str, float]]:
     tool = find_tool()
     if tool is None:
         raise MissingPartError("ncu is not installed; it comes with Nsight Compute or a CUDA toolkit")
-    available = _available(tool)
-    loads = {what: [_LOADS.format(what=what)] for what in ("requests", "sectors")}
-    copies = next((names for names in _COPIES if all(_metric(n, "sectors") in available for n in names)), ())
-    chosen = {
-        **loads,
-        **{f"copy_{what}": [_metric(name, what) for name in copies] for what in ("requests", "sectors")},
-        "dram_bytes": [_DRAM],
-    }
+    chosen = choose(_available(tool))
     metrics = ",".join(f"{name}.sum" for names in chosen.values() for name in names)
     with tempfile.TemporaryDirectory(prefix="wqlab-ncu-") as folder:
         log = Path(folder) / "counters.csv"

@@ -3,8 +3,7 @@
 Shared memory has 32 banks of 4 bytes. A warp's load is served in wavefronts; in one, every bank gives one word, and lanes that want
 the same word share it. Loads of 8 bytes are served a half warp at a time, loads of 16 bytes a quarter warp at a time, because one
 wavefront returns 128 bytes. Two neighbouring parts are served together where lanes i and i xor 1, or i and i xor 2, want the same
-address in both (an inactive lane agrees with any). A phase is what is served together, and a bank conflict is a wavefront beyond one
-per phase:
+address in both (an inactive lane agrees with any). A phase is what is served together, a conflict a wavefront beyond one per phase:
 
     wavefronts = sum over phases of max over banks of distinct words,    conflicts = wavefronts - phases with an active lane
 """
@@ -54,8 +53,8 @@ class Replay:
 class Layout:
     """Where a codebook's entries lie in shared memory; addresses start at a multiple of 128 bytes.
 
-    An entry is loaded in chunks of `access_bytes`. Chunk k of entry e is unit ``e * stride + k`` (in chunks). A swizzle exchanges units
-    within rows of 128 bytes by xor with the row's number. Copies of a unit lie side by side, and lane l reads copy ``l mod copies``.
+    An entry is loaded in chunks of `access_bytes`. Chunk k of entry e is unit ``e * stride + k`` (in chunks). A swizzle exchanges
+    units within rows of 128 bytes by xor with the row's number. Copies of a unit lie side by side; lane l reads ``l mod copies``.
 
     Parameters
     ----------
@@ -253,7 +252,7 @@ def _phases(unit: Ints, banks: int) -> Ints:
         run *= bank[i] == bank[i - 1]
         run += lanes[i] != lanes[i - 1]
         np.maximum(most, run, out=most)
-    return most.astype(np.int64)
+    return np.asarray(most.astype(np.int64))
 
 
 def zipf_indices(num_warps: int, num_entries: int, skew: float, seed: int) -> NDArray[np.int32]:
