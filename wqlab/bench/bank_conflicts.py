@@ -100,7 +100,7 @@ class BankConflictsBench(Bench):
     name = "bank_conflicts"
     description = "shared-memory wavefronts and bank conflicts of codebook look-ups, simulated and counted (60 s, a GPU with ncu)"
     columns = {  # noqa: RUF012
-        "pattern": "what lanes look up: random entries; stride S: entry S * lane + warp; broadcast: one entry; pairs D: the same one "
+        "pattern": "of the lanes: random entries; stride S: entry S * lane + warp; broadcast: one entry; pairs D: the same one "
         "in lanes i and i xor D; half pairs: pairs 1 in the first half warp",
         "skew": "random entries are drawn in proportion to (entry + 1) ** -skew",
         "n_reg": "entries from 0 on that are held in registers and not loaded",
