@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from wqlab.evals.scoring import CacheSetting
 
-GROUPS = ("methods", "ablation", "granularity", "scorers", "defaults")
+GROUPS = ("methods", "ablation", "granularity", "scorers", "long", "defaults")
 #: Videos of the development stream that calibrate the attention scorers' layers.
 _CALIBRATED_ON = 64
 _FRAMES_PER_BATCH = {"cuda": 1536, "cpu": 64}
@@ -40,7 +40,9 @@ RUNS = (
     Run(FRESH, "cache_then_ask", "easy", SEED, 480, _ALL),
     Run(FRESH, "paper_literal", "hard", SEED, 240, ("methods",)),
     Run(FRESH, "multi_turn", "hard", SEED, 240, ("methods", "ablation")),
+    Run(FRESH, "cache_then_ask", "hard", SEED, 240, ("long", "scorers"), 100),
     Run(DEVELOPMENT, "cache_then_ask", "hard", DEVELOPMENT_SEED, 320, ("defaults",)),
+    Run(DEVELOPMENT, "cache_then_ask", "hard", DEVELOPMENT_SEED, 240, ("defaults",), 100),
 )
 QUICK = (
     Run(FRESH, "cache_then_ask", "hard", SEED, 4, _ALL, 8),
@@ -85,6 +87,12 @@ def roster(group: str, layers: dict[str, tuple[int, ...]], libraries: Iterable[s
             *(Setting("rtn", bits, grain) for bits in (4, 2) for grain in ("window_channel", "window_head", "window")),
             *(PlanSetting(normalize="rank", granularity=grain) for grain in ("window_channel", "window_head", "window")),
         ],
+        "long": [
+            *(Setting(method, bits) for bits in (4, 2) for method in ("rtn", "kivi")),
+            *usual,
+            PlanSetting(normalize="rank", first_window_full=False),
+            *(PlanSetting(normalize="rank", order="permuted", seed=seed) for seed in (0, 1)),
+        ],
         "scorers": [
             *(PlanSetting(scorer=scorer, normalize="rank") for scorer in ("cosine", "pearson", "euclidean", "random")),
             *attention,
@@ -114,10 +122,9 @@ class AccuracyBench(Bench):
         "part": "fresh: reported; development: chose the defaults",
         "protocol": "what was read when the cache was quantized",
         "split": "easy or hard",
+        "num_frames": "frames per video, 64 visual tokens each",
         "setting": "how the cache was held; fp16 is full precision",
-        "groups": "of settings that this one belongs to, with spaces between",
-        "method": "quantizer, or fp16, windowquant, transformers",
-        "num_bits": "bits per code; 16 for full precision, 0 for a plan of several widths",
+        "groups": "of settings that this one belongs to, by first letters: methods, ablation, granularity, scorers, long, defaults",
         "index": "number of the question in its stream",
         "task": "task type",
         "answer": "the right option, 0 to 3",
@@ -126,7 +133,6 @@ class AccuracyBench(Bench):
         "log_prob_2": "of option 2",
         "log_prob_3": "of option 3",
         "bits_per_element": "of K and V, scales, minima and positions included; of the video, or of all where text is encoded too",
-        "seconds": "the question's share of its batch's time, all settings of the run together",
     }
 
     def measure(self, quick: bool = False) -> pd.DataFrame:
@@ -160,16 +166,14 @@ class AccuracyBench(Bench):
                 seed=run.seed,
                 limit=run.limit,
                 num_frames=run.num_frames,
-                batch_size=per_batch,
+                batch_size=max(1, _FRAMES_PER_BATCH[device.type] // run.num_frames),
                 device=device,
                 out=paths.cache_dir() / "evals",  # a run that was interrupted continues
             )
-            named = {setting.label: " ".join(found) for setting, found in groups.items()}
+            named = {setting.label: "".join(group[0] for group in found) for setting, found in groups.items()}
             tables.append(table.assign(part=run.part, groups=table["setting"].map(named)))
         data = pd.concat(tables, ignore_index=True)
-        data["method"] = data["setting"].str.split().str[0]
-        data["num_bits"] = data["num_bits"].fillna(0).astype(int).where(data["method"] != "fp16", 16)
-        return data[list(self.columns)].round({**{f"log_prob_{i}": 4 for i in range(4)}, "bits_per_element": 4, "seconds": 4})
+        return data[list(self.columns)].round({**{f"log_prob_{i}": 3 for i in range(4)}, "bits_per_element": 4})
 
 
 def installed() -> list[str]:
