@@ -67,18 +67,8 @@ def occupancy(gpu: GPUSpec, registers: int, threads: int, shared_bytes: int = 0,
     ParameterError
         For a value below zero or above the GPU's limit; names both.
     """
-    _check(gpu, "registers", registers, gpu.max_registers_per_thread, "registers per thread")
-    _check(gpu, "threads", threads, gpu.max_threads_per_block, "threads per block", least=1)
-    _check(gpu, "shared_bytes", shared_bytes, gpu.shared_bytes_per_block, "bytes of shared memory per block")
-    if carve_out is not None:
-        _check(gpu, "carve_out", carve_out, 100, "percent")
-    warps = _up(threads, gpu.warp_size) // gpu.warp_size
-    limits = {
-        "registers": _by_registers(gpu, registers, warps),
-        "shared memory": _by_shared(gpu, shared_bytes, carve_out),
-        "warps": gpu.max_warps_per_sm // warps,
-        "blocks": gpu.max_blocks_per_sm,
-    }
+    limits = blocks_by_resource(gpu, registers, threads, shared_bytes, carve_out)
+    warps = _warps(gpu, threads)
     blocks = min(limits.values())
     register_slack = shared_slack = 0
     if blocks:
@@ -100,6 +90,31 @@ def occupancy(gpu: GPUSpec, registers: int, threads: int, shared_bytes: int = 0,
         register_slack=register_slack,
         shared_slack_bytes=shared_slack,
     )
+
+
+def blocks_by_resource(
+    gpu: GPUSpec, registers: int, threads: int, shared_bytes: int = 0, carve_out: int | None = None
+) -> dict[str, int]:
+    """Return the blocks per multiprocessor that each resource allows; the least of them is what it holds.
+
+    Parameters and errors are those of `occupancy`.
+    """
+    _check(gpu, "registers", registers, gpu.max_registers_per_thread, "registers per thread")
+    _check(gpu, "threads", threads, gpu.max_threads_per_block, "threads per block", least=1)
+    _check(gpu, "shared_bytes", shared_bytes, gpu.shared_bytes_per_block, "bytes of shared memory per block")
+    if carve_out is not None:
+        _check(gpu, "carve_out", carve_out, 100, "percent")
+    warps = _warps(gpu, threads)
+    return {
+        "registers": _by_registers(gpu, registers, warps),
+        "shared memory": _by_shared(gpu, shared_bytes, carve_out),
+        "warps": gpu.max_warps_per_sm // warps,
+        "blocks": gpu.max_blocks_per_sm,
+    }
+
+
+def _warps(gpu: GPUSpec, threads: int) -> int:
+    return -(-threads // gpu.warp_size)
 
 
 def _up(value: int, unit: int) -> int:
