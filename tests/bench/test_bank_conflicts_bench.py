@@ -1,6 +1,8 @@
 """The kernels' single load, the cases, and what the bench does with counts, wrong results and a GPU that is not there."""
 
+import ctypes
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -34,6 +36,56 @@ def sass(tmp_path_factory):
 def test_a_kernel_has_one_load_from_shared_memory_of_its_width(sass, width, wanted):
     loads = re.findall(r"\b(LDS[.\w]*|LDSM[.\w]*|LD(?:\.\w+)*) R", sass[f"bank_conflicts_{width}"])
     assert [load for load in loads if not load.startswith(("LDG", "LDC"))] == [wanted]
+
+
+#: Runs a kernel's threads one after the other; twice, because a thread may read what a later one puts into shared memory.
+_ON_A_CPU = """
+#define __global__
+#define __shared__
+#define __align__(n)
+#define __restrict__
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
+struct { int x; } threadIdx, blockIdx, blockDim, gridDim;
+void __syncthreads() {}
+alignas(128) unsigned char codebook[1 << 18];
+%s
+extern "C" void run(const int* indices, const uint4* image, unsigned* sums, const int* n) {
+    gridDim.x = 3, blockDim.x = 64;
+    for (int twice = 0; twice < 2; ++twice)
+        for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x)
+            for (threadIdx.x = 0; threadIdx.x < blockDim.x; ++threadIdx.x)
+                bank_conflicts_%d(indices, image, sums, n[0], n[1], n[2], n[3], n[4], n[5], n[6]);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def on_a_cpu(tmp_path_factory):
+    """Width of a load -> its kernel's own source, built with g++."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    folder = tmp_path_factory.mktemp("emulated")
+
+    def build(width):
+        (folder / "kernel.cpp").write_text(_ON_A_CPU % (codegen.render("bank_conflicts"), width))
+        library = folder / f"kernel_{width}.so"
+        subprocess.run(["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", folder / "kernel.cpp", "-o", library], check=True)
+        return ctypes.CDLL(str(library)).run
+
+    return {width: build(width) for width in (4, 8, 16)}
+
+
+def test_the_kernels_own_source_reads_where_the_simulator_says(on_a_cpu):
+    for case in cases():
+        layout, drawn = case.layout, indices(case, 4)
+        words = np.random.default_rng(0).integers(0, 2**32, layout.shared_bytes // 4, dtype=np.uint32)
+        sums = np.full(drawn.shape, 0xDEADBEEF, dtype=np.uint32)
+        numbers = np.array(
+            [4, layout.shared_bytes, layout.chunks, layout.stride, layout.swizzle, layout.copies, case.n_reg], dtype=np.int32
+        )
+        on_a_cpu[layout.access_bytes](*(ctypes.c_void_p(x.ctypes.data) for x in (drawn, words, sums, numbers)))
+        assert (sums == expected(case, words, drawn)).all(), case
 
 
 def test_cases_are_many_different_and_fit_an_h200():
