@@ -184,6 +184,7 @@ def test_denied_counters_are_unavailable_and_not_zero(on_a_gpu, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_the_kernel_reads_what_the_simulator_says(case):
     launch, wanted = bank_conflicts.prepared(case, 64, torch.device("cuda"))
