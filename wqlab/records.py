@@ -24,7 +24,7 @@ GPU_KEYS = ("rtx4090", "a40", "a100", "a800", "h100", "h200", "l40s", "other", "
 
 _REQUIRED = ("name", "table", "sha256", "rows", "columns", "hardware", "versions", "git_commit", "date", "command")
 #: A CSV can be read in a diff; past this many rows parquet is the better file.
-_CSV_ROWS = 100_000
+_CSV_ROWS = 20_000
 
 
 @dataclass(frozen=True)
