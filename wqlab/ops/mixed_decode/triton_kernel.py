@@ -263,17 +263,19 @@ def _blocks(query: Tensor, cache: MixedKV) -> tuple[int, int, int, int]:
     Tensor cores want 16 rows. A step stays inside one window where the windows allow it, so that metadata is read once per step.
     The sizes are those that compile without spilling registers; float32, which has no tensor cores, needs the most of them,
     and with heads past 128 it does spill.
-    Odd windows take short steps, two at a time: their metadata, a row per token, waits in shared memory, and small GPUs have
-    99 KiB of it.
+    Steps of 16 tokens are for float32 only: in half precision triton 3.6 makes wrong code for sm_90 of packed tiles that short,
+    while dense ones of 16 tokens, and packed ones of 32, are right.
+    Other windows take two steps at a time: their metadata, a row per token, waits in shared memory, and small GPUs have 99 KiB of it.
     """
     rows = query.shape[1] // cache.num_kv_heads * query.shape[2]
     full, wide = query.dtype == torch.float32, cache.head_dim > 128
     block_m = min(max(triton.next_power_of_2(rows), 16), 16 if full else 32 if wide else 64)
     largest = 16 if full else 32 if wide or block_m > 16 else 64
     windows = [side.window_size for s in cache.segments for side in (s.key, s.value) if isinstance(side, PackedTensor)]
-    whole = [size for size in (64, 32, 16) if size <= largest and all(window % size == 0 for window in windows)]
+    sizes = (16,) if full else (64, 32)
+    whole = [size for size in sizes if size <= largest and all(window % size == 0 for window in windows)]
     num_warps = 8 if full or block_m * cache.head_dim > 4096 else 4
-    return (block_m, whole[0], num_warps, 3) if whole else (block_m, 16, num_warps, 2)
+    return (block_m, whole[0], num_warps, 3) if whole else (block_m, sizes[-1], num_warps, 2)
 
 
 def _kind(segment: Segment | FragmentSegment) -> tuple[int, int, float, int, int, float]:
