@@ -27,12 +27,8 @@ def twin(addresses, access_bytes):
     parts = access_bytes // 4
     size = 32 // parts
     groups = [addresses[i : i + size] for i in range(0, 32, size)]
-    if parts > 1:
-        joined = []
-        for first, second in zip(groups[::2], groups[1::2], strict=True):
-            both = first + second
-            joined += [both] if agree(both, 1) or agree(both, 2) else [first, second]
-        groups = joined
+    if parts > 1 and (agree(addresses, 1) or agree(addresses, 2)):  # the whole warp decides
+        groups = [first + second for first, second in zip(groups[::2], groups[1::2], strict=True)]
     served = [phase([a for a in group if a >= 0]) for group in groups]
     return sum(served), sum(n - 1 for n in served if n)
 
@@ -103,6 +99,15 @@ def test_known_patterns():
     same = np.zeros((1, 32), dtype=int)
     assert [total(Layout(1, n, n), same) for n in (4, 8, 16)] == [(1, 0), (1, 0), (2, 0)]
     assert total(Layout(4, 4), same, n_reg=1) == (0, 0)
+
+
+def test_quarter_warps_are_served_together_only_where_the_whole_warp_agrees():
+    lanes, layout = np.arange(32), Layout(64, 16, 16)
+    assert total(layout, (lanes & ~1)[None]) == total(layout, (lanes & ~2)[None]) == (4, 2)
+    # 16 different units in either half warp: two wavefronts, which would be one phase or two.
+    assert total(layout, (lanes & ~4)[None]) == (4, 0)
+    assert total(layout, np.where(lanes < 16, lanes & ~1, lanes)[None]) == (4, 0)
+    assert total(layout, np.where(lanes < 16, lanes & ~1, lanes & ~2)[None]) == (4, 0)
 
 
 @pytest.mark.parametrize("access", [4, 8, 16])

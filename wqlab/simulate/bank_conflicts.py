@@ -2,10 +2,15 @@
 
 Shared memory has 32 banks of 4 bytes. A warp's load is served in wavefronts; in one, every bank gives one word, and lanes that want
 the same word share it. Loads of 8 bytes are served a half warp at a time, loads of 16 bytes a quarter warp at a time, because one
-wavefront returns 128 bytes. Two neighbouring parts are served together where lanes i and i xor 1, or i and i xor 2, want the same
-address in both (an inactive lane agrees with any). A phase is what is served together, a conflict a wavefront beyond one per phase:
+wavefront returns 128 bytes. Where, in the whole warp, lanes i and i xor 1 want the same address, or all lanes i and i xor 2 do (an
+inactive lane agrees with any), every two neighbouring parts are served together. A phase is what is served together, a conflict a
+wavefront beyond one per phase:
 
     wavefronts = sum over phases of max over banks of distinct words,    conflicts = wavefronts - phases with an active lane
+
+The rule of the whole warp is what an H200 counted in 64 cases (``wqlab bench bank_conflicts``). Pairs in the first half warp alone are
+served in four phases each, so half a warp does not decide for itself; 16-byte loads with inactive lanes rule out that one half
+agrees at distance 1 and the other at distance 2.
 """
 
 from __future__ import annotations
@@ -219,7 +224,7 @@ def _chunk(rows: Ints, access_bytes: int) -> tuple[Ints, Ints]:
     lanes = ROW_BYTES // access_bytes  # of a phase
     apart = _phases(unit.reshape(-1, lanes), lanes).reshape(-1, 2)
     pairs = unit.reshape(-1, 2 * lanes)  # two neighbouring phases
-    together = _agree(pairs, 1) | _agree(pairs, 2)
+    together = np.repeat(_agree(unit, 1) | _agree(unit, 2), WARP // (2 * lanes))
     wavefronts, phases = apart.sum(axis=1), (apart > 0).sum(axis=1)
     if together.any():
         wavefronts[together] = _phases(pairs[together], lanes)
