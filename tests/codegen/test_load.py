@@ -125,9 +125,10 @@ class Driver:
         return call
 
 
-def kernel_on(driver):
+def kernel_on(driver, static_shared_bytes=0):
     return Kernel(
         Arguments("k", 0, (4, 8)), driver=driver, context="context", function="function", shared_limit=100_000,
+        shared_allowed=48 * 1024 - static_shared_bytes,
         current_stream=lambda index: type("Stream", (), {"cuda_stream": 70 + index}),
     )  # fmt: skip
 
@@ -149,6 +150,15 @@ def test_much_shared_memory_is_asked_for_once():
     with pytest.raises(ParameterError, match="shared_bytes = 100001, but a block on cuda:0 has at most 100000"):
         kernel.launch(5, (1,), (1,), 100_001, 0.5, ctypes.c_int64(9))
     assert driver.calls[-1] == ("cuCtxPopCurrent",)
+
+
+def test_static_shared_memory_counts_where_it_must_be_asked_for():
+    driver = Driver()
+    kernel = kernel_on(driver, static_shared_bytes=4)
+    for shared_bytes in (48 * 1024 - 4, 48 * 1024):  # together 48 KB, then 4 bytes more
+        kernel.launch(5, (1,), (1,), shared_bytes, 0.5, ctypes.c_int64(9))
+    assert [c[0] for c in driver.calls].count("cuFuncSetAttribute") == 1
+    assert ("cuFuncSetAttribute", "function", "shared", 48 * 1024) in driver.calls
 
 
 def test_a_refused_launch_says_what_was_asked():

@@ -17,7 +17,7 @@ from wqlab.errors import KernelError, MissingPartError, ParameterError, UnknownN
 if TYPE_CHECKING:
     import torch
 
-#: Dynamic shared memory that a kernel may use without asking.
+#: Shared memory, static and dynamic together, that a kernel may use without asking.
 _SHARED_WITHOUT_ASKING = 48 * 1024
 
 _loaded: dict[tuple[str, str, int], Kernel] = {}
@@ -37,6 +37,8 @@ class Kernel:
         The device's primary context, and the function in it.
     shared_limit : int
         Dynamic shared memory that a block can have, in bytes.
+    shared_allowed : int
+        Dynamic shared memory that it can have without asking, in bytes; more is asked for when it is first needed.
     current_stream : callable
         Gives torch's current stream on a device.
     """
@@ -49,12 +51,13 @@ class Kernel:
         context: Any,
         function: Any,
         shared_limit: int,
+        shared_allowed: int,
         current_stream: Callable[[int], torch.cuda.Stream],
     ) -> None:
         self.name, self.device = arguments.name, arguments.device
         self._arguments = arguments
         self._driver, self._context, self._function = driver, context, function
-        self._shared_limit, self._shared_allowed = shared_limit, _SHARED_WITHOUT_ASKING
+        self._shared_limit, self._shared_allowed = shared_limit, shared_allowed
         self._current_stream = current_stream
 
     def launch(
@@ -226,6 +229,7 @@ def _load(compiled: Compiled, name: str, index: int) -> Kernel:
         context=context,
         function=function,
         shared_limit=most - compiled.usage[name].shared_bytes,
+        shared_allowed=_SHARED_WITHOUT_ASKING - compiled.usage[name].shared_bytes,
         current_stream=torch.cuda.current_stream,
     )
 

@@ -8,9 +8,8 @@ wavefront beyond one per phase:
 
     wavefronts = sum over phases of max over banks of distinct words,    conflicts = wavefronts - phases with an active lane
 
-The rule of the whole warp is what an H200 counted in 64 cases (``wqlab bench bank_conflicts``). Pairs in the first half warp alone are
-served in four phases each, so half a warp does not decide for itself; 16-byte loads with inactive lanes rule out that one half
-agrees at distance 1 and the other at distance 2.
+That the whole warp decides is what an H200 counted in 64 cases (``wqlab bench bank_conflicts``): pairs in the first half warp alone
+are served in four phases, and 16-byte loads with inactive lanes rule out that one half agrees at distance 1 and the other at 2.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class GPUSpec:
     shared_unit_bytes : int
         Shared memory is given to a block in multiples of this.
     shared_without_asking_bytes : int
-        Dynamic shared memory that a block can have without the kernel asking for more.
+        Shared memory, static and dynamic together, that a block can have without the kernel asking for more.
     num_banks, bank_bytes : int
         Of the shared memory.
     warp_size : int

@@ -57,7 +57,8 @@ def occupancy(gpu: GPUSpec, registers: int, threads: int, shared_bytes: int = 0,
     threads : int
         Per block.
     shared_bytes : int
-        Static and dynamic shared memory per block. The kernel is taken to have asked for it where it must.
+        Static and dynamic shared memory per block. Above `gpu.shared_without_asking_bytes` the kernel is taken to have asked for it
+        (``cudaFuncAttributeMaxDynamicSharedMemorySize``); CUDA's function answers 0 for one that has not.
     carve_out : int, optional
         The kernel's preferred carve-out in percent of the largest (``cudaFuncAttributePreferredSharedMemoryCarveout``); None: no
         preference, which is the largest here as in CUDA's function.
