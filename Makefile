@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh machine; each makes .venv first when it is missing.
 #
 #   make reproduce            all figures, into figures/        (QUICK=1: smaller inputs, into figures/quick; JOBS=2: two at a time; OUT=folder)
-#   make test                 the tests, without those that are slow or need a browser or a GPU
+#   make test                 the tests, without those that are slow or need a browser or a GPU (WORKERS=2: two at a time)
 #
 # More: make test-all | lint | lab.  Another interpreter: make test PYTHON=python3.12.  Another environment: VENV=path
 
@@ -9,6 +9,7 @@ VENV   ?= .venv
 PYTHON ?= python3
 QUICK  ?=
 JOBS   ?= 1
+WORKERS ?= 0
 OUT    ?=
 
 RUN  := $(VENV)/bin/python -m
@@ -26,7 +27,7 @@ reproduce: $(BASE)
 	$(VENV)/bin/wqlab reproduce --jobs $(JOBS) $(if $(filter-out 0,$(QUICK)),--quick) $(if $(OUT),--out $(OUT))
 
 test: $(TEST)
-	$(RUN) pytest -m "not slow and not browser and not gpu"
+	$(RUN) pytest -n $(WORKERS) --dist worksteal -m "not slow and not browser and not gpu"
 
 test-all: $(TEST)
 	$(RUN) pytest

@@ -3,6 +3,8 @@
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Also for the kernels and commands that tests start: processes side by side, of two threads each, wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 
 import matplotlib
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import settings
 
 # Not through the environment: kernels that tests start must keep their inline backend.
 matplotlib.use("agg")
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
 # Deadlines are timed assertions in disguise: on a busy machine they fail for no reason.
 settings.register_profile("wqlab", deadline=None)
 settings.load_profile("wqlab")
