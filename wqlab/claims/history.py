@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,15 +55,21 @@ def tolerance_commit(claim: Claim, repo: Path, file: str | None = None) -> str |
     file = file or f"data/claims/{claim.paper}.yml"
     first = None
     for commit in (_git(repo, "log", "--topo-order", "--format=%H", "--", file) or "").split():
-        text = _git(repo, "show", f"{commit}:{file}")
-        try:
-            entries = parse(text or "", file, Path(file).stem)
-        except DamagedFileError:  # an older schema, or a deleted file
-            break
-        if claim.rule not in [entry.rule for entry in entries if entry.id == claim.id]:
+        entries = _entries(repo, commit, file)
+        if entries is None or claim.rule not in [entry.rule for entry in entries if entry.id == claim.id]:
             break
         first = commit
     return first
+
+
+@cache
+def _entries(repo: Path, commit: str, file: str) -> list[Claim] | None:
+    """Return the ledger at a commit, which never changes and which every claim asks for; None for an older schema or no file."""
+    text = _git(repo, "show", f"{commit}:{file}")
+    try:
+        return parse(text or "", file, Path(file).stem)
+    except DamagedFileError:
+        return None
 
 
 def _git(repo: Path, *arguments: str) -> str | None:
