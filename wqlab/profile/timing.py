@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from wqlab.errors import ParameterError
@@ -90,7 +91,17 @@ def _calls(turns: list[Callable[[], object]], repeats: int, warmup: int) -> list
     return times
 
 
-def _replays(turns: list[Callable[[], object]], device: torch.device, repeats: int, warmup: int) -> list[float]:
+@contextlib.contextmanager
+def recorded(turns: Sequence[Callable[[], object]], device: torch.device) -> Iterator[torch.cuda.CUDAGraph]:
+    """Record launches in one CUDA graph, which lives as long as the context.
+
+    Parameters
+    ----------
+    turns : sequence of callable
+        What is launched, in order, on torch's current stream.
+    device : torch.device
+        A CUDA device; it is the current one in the context.
+    """
     import torch
 
     with torch.cuda.device(device):
@@ -103,6 +114,15 @@ def _replays(turns: list[Callable[[], object]], device: torch.device, repeats: i
         with torch.cuda.graph(graph, stream=stream):
             for launch in turns:
                 launch()
+        yield graph
+        torch.cuda.synchronize()
+        graph.reset()
+
+
+def _replays(turns: list[Callable[[], object]], device: torch.device, repeats: int, warmup: int) -> list[float]:
+    import torch
+
+    with recorded(turns, device) as graph:
         for _ in range(warmup):
             graph.replay()
         events = _events(repeats)
@@ -111,9 +131,7 @@ def _replays(turns: list[Callable[[], object]], device: torch.device, repeats: i
             graph.replay()
             end.record()
         torch.cuda.synchronize()
-        times = [begin.elapsed_time(end) * 1e3 for begin, end in events]
-        graph.reset()
-    return times
+        return [begin.elapsed_time(end) * 1e3 for begin, end in events]
 
 
 def _events(repeats: int) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
