@@ -6,6 +6,7 @@ import functools
 import re
 from typing import TYPE_CHECKING, Any
 
+from wqlab.errors import MissingPartError
 from wqlab.evals import paired
 from wqlab.experiments import gpu_records
 from wqlab.types import Evidence
@@ -35,6 +36,71 @@ _GRANULARITIES = ("window_channel", "window_head", "window")
 def find(gpu: str) -> Record | None:
     """Return the record, or None where nobody measured it; raises UnknownNameError for a GPU key that does not exist."""
     return gpu_records.find(RECORD, gpu)
+
+
+def needed(gpu: str) -> Record:
+    """Return the record.
+
+    Raises
+    ------
+    UnknownNameError
+        For a GPU key that does not exist.
+    MissingPartError
+        When nobody measured it there; says how to get one.
+    """
+    record = find(gpu)
+    if record is None:
+        raise MissingPartError(f"there is no record of answers on {gpu}: {gpu_records.how_to_get(RECORD, gpu)}")
+    return record
+
+
+def rows_of(
+    record: Record, *, protocol: str = "cache_then_ask", split: str = "hard", num_frames: int = 32, part: str = FRESH
+) -> pd.DataFrame:
+    """Return the record's rows of these questions; parameters are those of `summarised`."""
+    return _chosen(record.data, (part, protocol, split, num_frames, ""))
+
+
+def per_question(record: Record, setting: str, **which: Any) -> pd.DataFrame:
+    """Return `against_full` of a setting, by its label; `which` are those of `rows_of`."""
+    return against_full(rows_of(record, **which), setting)
+
+
+def against_full(rows: pd.DataFrame, setting: str) -> pd.DataFrame:
+    """Return `wqlab.evals.paired.per_question` of a setting, and ``task`` and ``bits_per_element``, one row per question, by index.
+
+    Parameters
+    ----------
+    rows : pandas.DataFrame
+        Of answers, full precision among them.
+    setting : str
+        Its label.
+    """
+    import pandas as pd
+
+    # A setting of several runs over the same questions answers alike; the first counts.
+    full, mine = (rows[rows["setting"] == name].drop_duplicates("index").set_index("index") for name in (FULL, setting))
+    found = paired.per_question(full.loc[mine.index, _LOG_PROBS], mine[_LOG_PROBS], mine["answer"])
+    return pd.DataFrame(
+        {**found, "task": mine["task"], "bits_per_element": mine["bits_per_element"]}, index=mine.index
+    ).sort_index()
+
+
+def summarise_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return `summarised` of answers that come from no record, such as those of `wqlab.evals.scoring.score_settings`."""
+    import pandas as pd
+
+    return pd.DataFrame([_summary(against_full(rows, setting), setting) for setting in rows["setting"].unique()])
+
+
+def short_name(row: Any) -> str:
+    """Return a setting's key in a figure's values, for example ``"kivi_int2_published"`` or ``"windowquant_rank"``."""
+    if row["method"] == FULL:
+        return FULL
+    if row["method"] == "windowquant":
+        return f"windowquant_{row['normalize']}"
+    name = f"{row['method'].replace(' ', '_')}_int{row['num_bits']}"
+    return name + ("_published" if row["policy"] == "published" and row["method"] in ("kivi", "skvq") else "")
 
 
 def summarised(
@@ -68,7 +134,8 @@ def summarised(
     """
     found = _table(record.path, record.provenance["sha256"])
     keys = (part, protocol, split, num_frames, task or "")
-    return found(keys, group).copy()
+    summary: pd.DataFrame = found(keys, group)
+    return summary
 
 
 def tasks(record: Record) -> list[str]:
@@ -85,7 +152,7 @@ def described(setting: str) -> dict[str, Any]:
         ``method`` (fp16, a quantizer, windowquant, or transformers and its backend), ``num_bits`` (16 for full precision, 0 for a
         plan), ``granularity``, ``policy`` (span or published), ``scorer``, ``normalize``, ``order``, ``seed``, ``first_window``.
     """
-    words = setting.split()
+    words = setting.replace(" no first window", "").split()
     said: dict[str, Any] = {
         "method": words[0], "num_bits": 0, "granularity": "window_channel", "policy": "span", "scorer": "", "normalize": "",
         "order": "", "seed": 0, "first_window": True, "alpha": float("nan"),
@@ -124,6 +191,16 @@ def _chosen(data: pd.DataFrame, keys: tuple[str, str, str, int, str]) -> pd.Data
     return data[wanted & (data["task"] == task)] if task else data[wanted]
 
 
+def _summary(each: pd.DataFrame, setting: str) -> dict[str, Any]:
+    """Return a row of `summarised` from `against_full`."""
+    said = {"setting": setting, **described(setting), "n": len(each), "accuracy_fp16": float(each["accuracy_fp16"].mean())}
+    said["bits_per_element"] = float(each["bits_per_element"].mean())
+    for metric in METRICS:
+        mean, low, high = paired.mean_interval(each[metric])
+        said |= {metric: mean, f"{metric}_low": low, f"{metric}_high": high}
+    return said
+
+
 @functools.lru_cache(maxsize=4)
 def _table(path: Any, sha256: str) -> Any:
     """Return a function from questions to their summary, which computes each setting of each kind of question once."""
@@ -136,16 +213,7 @@ def _table(path: Any, sha256: str) -> Any:
     @functools.lru_cache(maxsize=512)
     def of(keys: tuple[str, str, str, int, str], setting: str) -> dict[str, Any]:
         rows = _chosen(data, keys)
-        # A setting of several runs over the same questions answers alike; the first counts.
-        full = rows[rows["setting"] == FULL].drop_duplicates("index").set_index("index")
-        mine = rows[rows["setting"] == setting].drop_duplicates("index").set_index("index")
-        found = paired.summarise(full.loc[mine.index, _LOG_PROBS], mine[_LOG_PROBS], mine["answer"])
-        said = {"setting": setting, **described(setting), "n": found["n"], "accuracy_fp16": found["accuracy_fp16"]}
-        said["bits_per_element"] = float(mine["bits_per_element"].mean())
-        for metric in METRICS:
-            low, high = found[f"{metric}_interval"]
-            said |= {metric: found[metric], f"{metric}_low": low, f"{metric}_high": high}
-        return said
+        return _summary(against_full(rows, setting), setting)
 
     def select(keys: tuple[str, str, str, int, str], group: str | None) -> pd.DataFrame:
         rows = _chosen(data, keys)
