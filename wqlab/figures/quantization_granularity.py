@@ -37,9 +37,9 @@ def _metadata(axes: Axes, result: Result) -> None:
     at = np.arange(len(rows))
     bars = axes.bar(at, rows["metadata_mb"], 0.6, color=[_COLOURS[g] for g in rows["granularity"]])
     axes.bar_label(bars, [f"{value:,.3g}" for value in rows["metadata_mb"]], padding=2, fontsize=8)
-    for row in data[data["part"] == "paper"].itertuples():
-        text = label(f'"{row.label}", {row.paper_metadata_mb:g} MB', result, "paper_metadata_mb")
-        axes.axhline(row.paper_metadata_mb, color="0.25", linewidth=1.1, linestyle=_PRINTED[row.label], label=text)
+    for row in data[data["part"] == "paper"].to_dict("records"):
+        text = label(f'"{row["label"]}", {row["paper_metadata_mb"]:g} MB', result, "paper_metadata_mb")
+        axes.axhline(row["paper_metadata_mb"], color="0.25", linewidth=1.1, linestyle=_PRINTED[row["label"]], label=text)
     axes.set(yscale="log", title="Metadata of one video", ylabel=label("MB", result, "metadata_mb"))
     low, high = axes.get_ylim()
     axes.set_ylim(low / 2, high * 12)
