@@ -20,9 +20,15 @@ if TYPE_CHECKING:
     from wqlab.records import Record
 
 #: What is asked here when `live`: a seeded subset that two cores answer within three minutes.
-LIVE_QUESTIONS, LIVE_FRAMES, LIVE_SEED = 24, 8, 1002
+LIVE_QUESTIONS, LIVE_FRAMES, LIVE_SEED = 12, 8, 1002
 _QUICK_QUESTIONS = 2
+#: Row of Table 3 -> method and bits; 0 where the paper does not state them.
+_PRINTED = {
+    "RTN (INT4)": ("rtn", 4), "RTN (INT2)": ("rtn", 2), "SmoothQuant": ("smoothquant", 0), "KIVI": ("kivi", 0), "SKVQ": ("skvq", 0),
+    "WindowQuant": ("windowquant", 0),
+}  # fmt: skip
 _PER_TASK = ("task_accuracy", "task_accuracy_low", "task_accuracy_high", "task_kl", "task_kl_low", "task_kl_high")
+_PAPER = ("paper_accuracy", "paper_difference")
 #: Protocol and split that the ledger's values are about, and their suffix.
 _JUDGED = {
     ("cache_then_ask", "hard"): "hard", ("cache_then_ask", "easy"): "easy", ("paper_literal", "hard"): "paper_literal",
@@ -40,7 +46,7 @@ class AccuracyByMethodParameters(Parameters):
     protocol : {"cache_then_ask", "paper_literal", "multi_turn"}
         What was read when the cache was quantized; the last two were recorded on the hard split.
     metric : str
-        What is drawn; all are in the table.
+        What is drawn against bits; all are in the table.
     live : bool
         Answer a seeded subset here, with short videos and a few methods, instead of reading the record.
     gpu : str
@@ -52,7 +58,7 @@ class AccuracyByMethodParameters(Parameters):
         "cache_then_ask", description="what was read when the cache was quantized"
     )
     metric: Literal["accuracy", "kl", "flip_rate", "margin_difference", "accuracy_difference"] = Field(
-        "accuracy", description="what is drawn"
+        "kl", description="what is drawn against bits"
     )
     live: bool = Field(False, description="answer a subset here (minutes) instead of reading the record")
     gpu: str = Field("h200", description="whose record of answers")
@@ -73,13 +79,15 @@ class AccuracyByMethod(Experiment[AccuracyByMethodParameters]):
         return [*POCKET_VLM_PARTS, "clips"] if parameters.live else []
 
     def run(self, parameters: AccuracyByMethodParameters) -> Result:
-        """Compute a table of two parts.
+        """Compute a table of up to four parts.
 
         Returns
         -------
         Result
             ``part == "methods"``: per setting the columns of `wqlab.experiments.answers.summarised`. ``part == "tasks"``: per
-            setting and ``task``, ``task_accuracy`` and ``task_kl`` with ``_low`` and ``_high``, 95 %.
+            setting and ``task``, ``task_accuracy`` and ``task_kl`` with ``_low`` and ``_high``, 95 %. ``part == "protocols"``, of
+            the record: as methods, for every ``protocol`` and ``split``. ``part == "paper"``: per ``model`` and method of Table 3,
+            ``paper_accuracy``, the average over its tasks in %, and ``paper_difference`` to FP16 in points.
 
         Raises
         ------
@@ -90,6 +98,8 @@ class AccuracyByMethod(Experiment[AccuracyByMethodParameters]):
 
         p = parameters
         values: dict[str, Value] = {}
+        cells, paper = gpu_records.printed("windowquant_table3")
+        tables = [_printed(cells).assign(part="paper")]
         if p.live:
             count = _QUICK_QUESTIONS if p.quick else LIVE_QUESTIONS
             table, inputs, note = _answer_here(p.split, p.protocol, count)
@@ -106,21 +116,52 @@ class AccuracyByMethod(Experiment[AccuracyByMethodParameters]):
             summary = answers.summarised(record, group="methods", protocol=p.protocol, split=split)
             chosen = answers.rows_of(record, protocol=p.protocol, split=split)
             per_task = _by_task(chosen[chosen["setting"].isin(summary["setting"])])
+            tables.append(_by_protocol(record).assign(part="protocols"))
             evidence, inputs, values = record.evidence(), [record.input()], _values(record)
             notes = [answers.describe(record, p.protocol, split)]
         notes += [
             "Filled: every window of the video is encoded and text is not, alike for all methods. Hollow: the method's own policy "
             "(residual window, sinks), over text too. Bits count scales, minima, positions and what stays in 16 bits.",
+            "Table 3 prints averages over 11 tasks of MileBench, without the bits of SmoothQuant, KIVI and SKVQ and without a protocol.",
         ]
+        measured = (*answers.COLUMNS, "bits_per_element", *_PER_TASK)
         return Result(
             stem=self.stem,
             parameters=p.model_dump(mode="json"),
-            data=pd.concat([summary.assign(part="methods"), per_task.assign(part="tasks")], ignore_index=True),
-            evidence=dict.fromkeys((*answers.COLUMNS, "bits_per_element", *_PER_TASK), evidence),
+            data=pd.concat([summary.assign(part="methods"), per_task.assign(part="tasks"), *tables], ignore_index=True),
+            evidence={
+                **dict.fromkeys(measured, evidence),
+                **dict.fromkeys(_PAPER, Evidence(kind="paper", source="WindowQuant, Table 3, LLaVA-v1.5-7B and 13B")),
+            },
             values=values,
-            inputs=inputs,
+            inputs=[*inputs, paper],
             notes=notes,
         )
+
+
+def _printed(cells: dict[tuple[str, str], float]) -> pd.DataFrame:
+    """Return the averages of Table 3 per model and method."""
+    import pandas as pd
+
+    full = {row.removesuffix(" FP16"): cells[row, "average"] for row, _ in cells if row.endswith(" FP16")}
+    rows = [
+        (model, method, bits, cells[f"{model} {row}", "average"], cells[f"{model} {row}", "average"] - before)
+        for model, before in full.items()
+        for row, (method, bits) in _PRINTED.items()
+    ]
+    return pd.DataFrame(rows, columns=["model", "method", "num_bits", *_PAPER])
+
+
+def _by_protocol(record: Record) -> pd.DataFrame:
+    """Return every method under every protocol and split that was recorded."""
+    import pandas as pd
+
+    return pd.concat(
+        [
+            answers.summarised(record, group="methods", protocol=protocol, split=split).assign(protocol=protocol, split=split)
+            for protocol, split in _JUDGED
+        ]
+    )
 
 
 def _by_task(rows: pd.DataFrame) -> pd.DataFrame:
@@ -167,6 +208,8 @@ def _values(record: Record) -> dict[str, Value]:
             found[f"bits_{name}"] = (row["bits_per_element"], "bit", "bits_per_element")
             for end in ("", "_low", "_high"):
                 found[f"gain_{name}{end}"] = (row[f"accuracy_difference{end}"], "share", f"accuracy_difference{end}")
+            if suffix == "hard":
+                found[f"half_flip_rate_{name}"] = (row["flip_rate"] / 2, "share", "flip_rate")
         quantized = [r for r in answers.summarised(record, protocol=protocol, split=split).to_dict("records") if r["num_bits"] < 16]
         best = max(quantized, key=lambda row: row["accuracy_difference_low"])
         found[f"largest_sure_gain_{suffix}"] = (best["accuracy_difference_low"], "share", "accuracy_difference_low")
