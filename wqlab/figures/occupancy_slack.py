@@ -64,7 +64,7 @@ def _bars(axes: Axes, slack: pd.DataFrame, places: Any, what: tuple[str, str, st
     chosen = slack.index == result.parameters["gpu"]
     # One collection instead of a patch per bar, and limits that seldom change: a slider then redraws the data alone.
     axes.hlines(places, 0, np.nan_to_num(widths), color=[colour if own else "0.72" for own in chosen], linewidth=13)
-    most = 2 ** np.ceil(np.log2(max(8.0, float(np.nanmax(widths, initial=0)))))
+    most = 2 ** np.ceil(np.log2(max(32.0, float(np.nanmax(widths, initial=0)))))
     for place, width, count, blocks, limiter in zip(places, widths, slack[entries], slack["blocks"], slack["limiter"], strict=True):
         if np.isnan(width):
             text = limiter

@@ -39,7 +39,7 @@ class Renderer:
     frame : tuple or None
         Limits, scales, labels and fixed ticks of the last figure.
     background : object or None
-        Picture of that frame without data, made when the same frame is met a second time.
+        Picture of that frame without data, made when a figure is drawn for the second time and when its frame changes.
     """
 
     stem: str
@@ -65,8 +65,9 @@ class Renderer:
                 axes.xaxis.set_label_coords(*x_label)
                 axes.yaxis.set_label_coords(*y_label)
         frame = _frame(figure)
-        if placed and frame == self.frame:
-            if self.background is None:
+        if placed and self.frame is not None:
+            # A frame that was met may come again, and its picture costs hardly more than drawing all once.
+            if self.background is None or frame != self.frame:
                 self.background = _without_data(figure, canvas)
             canvas.get_renderer().restore_region(self.background)
             for artist in _data(figure):
