@@ -114,7 +114,7 @@ def _said(data: pd.DataFrame, found: pd.DataFrame) -> list[str]:
     sources = ", ".join(dict.fromkeys(data.loc[data["power_w"].notna(), "source"]))
     notes = [
         f"Energy is that of the whole GPU with its memory ({sources}); the part above idle leaves out the "
-        f"{data['idle_w'].mean():.0f} W that it took before anything ran. Bars reach over the lowest and highest of "
+        f"{data['idle_w'].mean():.0f} W that it took before anything ran. Black marks: lowest and highest of "
         f"{data['round'].nunique()} rounds."
     ]
     if data["idle_w"].isna().all():
