@@ -6,6 +6,7 @@ question by question before they are averaged: how hard a question is then cance
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -56,12 +57,19 @@ def mean_interval(values: ArrayLike, resamples: int = 2000, seed: int = 0) -> tu
         raise ParameterError(f"values of shape {list(x.shape)}: a mean over questions needs one number for each of 1 or more")
     if not np.isfinite(x).all():
         raise NonFiniteError(f"{int((~np.isfinite(x)).sum())} of {x.size} values are NaN or infinite, so they have no mean")
-    rng = np.random.default_rng(seed)
-    means = [x[rng.integers(x.size, size=(min(_BLOCK, resamples - i), x.size))].mean(1) for i in range(0, resamples, _BLOCK)]
+    means = [x[drawn].mean(1) for drawn in _resampled(x.size, resamples, seed)]
     mean = float(x.mean())
     low, high = np.quantile(np.concatenate(means), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     # Means of equal numbers can differ in their last bit.
     return mean, min(float(low), mean), max(float(high), mean)
+
+
+@lru_cache(maxsize=4)
+def _resampled(count: int, resamples: int, seed: int) -> list[NDArray[np.uint32]]:
+    """Return which values each resample draws, in blocks: drawing takes far longer than averaging, and metrics share it."""
+    rng = np.random.default_rng(seed)
+    sizes = [(min(_BLOCK, resamples - i), count) for i in range(0, resamples, _BLOCK)]
+    return [rng.integers(count, size=size).astype(np.uint32) for size in sizes]
 
 
 def per_question(full: ArrayLike, method: ArrayLike, answer: ArrayLike) -> dict[str, Floats]:

@@ -122,7 +122,7 @@ class AccuracyByMethod(Experiment[AccuracyByMethodParameters]):
         notes += [
             "Filled: every window of the video is encoded and text is not, alike for all methods. Hollow: the method's own policy "
             "(residual window, sinks), over text too. Bits count scales, minima, positions and what stays in 16 bits.",
-            "Table 3 prints averages over 11 tasks of MileBench, without the bits of SmoothQuant, KIVI and SKVQ and without a protocol.",
+            "Table 3: averages over 11 tasks of MileBench; the bits of SmoothQuant, KIVI and SKVQ and the protocol are not stated.",
         ]
         measured = (*answers.COLUMNS, "bits_per_element", *_PER_TASK)
         return Result(

@@ -23,6 +23,8 @@ _BENCHMARKS = {
     ("cache_then_ask", "hard", 100): "hard, 100 frames", ("paper_literal", "hard", 32): "hard, paper's protocol",
     ("multi_turn", "hard", 32): "hard, second question",
 }  # fmt: skip
+#: Its row with WindowQuant repeats Table 1, so that it has nothing to do with the row above it.
+_GARBLED = ("windowquant_table2", "Qwen2-VL")
 _PAPER = ("paper_accuracy_fp16", "paper_accuracy", "paper_gain")
 
 
@@ -58,7 +60,7 @@ class AccuracyByModel(Experiment[AccuracyByModelParameters]):
         Result
             ``part == "recorded"``: per ``benchmark`` of the pocket VLM the columns of `wqlab.experiments.answers.summarised` for
             WindowQuant at alpha 2. ``part == "paper"``: per ``model`` and ``benchmark``, ``paper_accuracy_fp16``,
-            ``paper_accuracy`` and ``paper_gain`` in points.
+            ``paper_accuracy`` and ``paper_gain`` in points; ``garbled`` where both cells cannot be of one column.
 
         Raises
         ------
@@ -78,6 +80,7 @@ class AccuracyByModel(Experiment[AccuracyByModelParameters]):
                 {
                     "model": row, "benchmark": ("MVBench, " if table.endswith("2") else "") + column, "paper_accuracy_fp16": value,
                     "paper_accuracy": cells[row + _WITH, column], "paper_gain": cells[row + _WITH, column] - value,
+                    "garbled": (table, row) == _GARBLED,
                 }
                 for (row, column), value in cells.items()
                 if (row + _WITH, column) in cells
@@ -93,8 +96,10 @@ class AccuracyByModel(Experiment[AccuracyByModelParameters]):
             inputs=inputs,
             notes=[
                 f"{POCKET_VLM} on PocketBench, fresh stream, alpha 2, normalize {p.normalize}; paired intervals.",
-                "The paper's models are on a hub that was not reachable where this was recorded; nothing was measured on them. The "
-                "header of Table 2 does not fit its columns, which are numbered, and its row of Qwen2-VL repeats Table 1.",
+                "Nothing was measured on the paper's models: their checkpoints (7B and 8B) are on a hub that was not reachable "
+                "where this was recorded, and PocketBench asks the pocket VLM only.",
+                "The header of Table 2 does not fit its columns, which are numbered. Its row of Qwen2-VL with WindowQuant repeats "
+                "Table 1 (hollow: not comparable, in no value).",
             ],
         )
 
@@ -121,5 +126,8 @@ def _values(recorded: pd.DataFrame, printed: pd.DataFrame) -> dict[str, Value]:
         found[f"accuracy_fp16_{name}"] = (row["accuracy_fp16"], "share", "accuracy_fp16")
     found["largest_sure_gain"] = (float(recorded["accuracy_difference_low"].max()), "share", "accuracy_difference_low")
     found["largest_gain"] = (float(recorded["accuracy_difference"].max()), "share", "accuracy_difference")
-    found["largest_printed_gain"] = (float(printed["paper_gain"].max()), "points", "paper_gain")
+    gains = printed.loc[~printed["garbled"].astype(bool), ["benchmark", "paper_gain"]]
+    first = gains.loc[~gains["benchmark"].str.startswith("MVBench"), "paper_gain"]
+    found["largest_printed_gain"] = (float(gains["paper_gain"].max()), "points", "paper_gain")
+    found["largest_printed_gain_table1"] = (float(first.max()), "points", "paper_gain")
     return gpu_records.stated(found)

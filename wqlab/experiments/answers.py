@@ -76,14 +76,7 @@ def against_full(rows: pd.DataFrame, setting: str) -> pd.DataFrame:
     setting : str
         Its label.
     """
-    import pandas as pd
-
-    # A setting of several runs over the same questions answers alike; the first counts.
-    full, mine = (rows[rows["setting"] == name].drop_duplicates("index").set_index("index") for name in (FULL, setting))
-    found = paired.per_question(full.loc[mine.index, _LOG_PROBS], mine[_LOG_PROBS], mine["answer"])
-    return pd.DataFrame(
-        {**found, "task": mine["task"], "bits_per_element": mine["bits_per_element"]}, index=mine.index
-    ).sort_index()
+    return _against(*(_by_question(rows[rows["setting"] == name]) for name in (FULL, setting)))
 
 
 def summarise_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -191,6 +184,20 @@ def _chosen(data: pd.DataFrame, keys: tuple[str, str, str, int, str]) -> pd.Data
     return data[wanted & (data["task"] == task)] if task else data[wanted]
 
 
+def _by_question(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return a setting's rows by index; where it ran twice over the same questions it answers alike, and the first counts."""
+    return rows.drop_duplicates("index").set_index("index")
+
+
+def _against(full: pd.DataFrame, mine: pd.DataFrame) -> pd.DataFrame:
+    import pandas as pd
+
+    found = paired.per_question(full.loc[mine.index, _LOG_PROBS], mine[_LOG_PROBS], mine["answer"])
+    return pd.DataFrame(
+        {**found, "task": mine["task"], "bits_per_element": mine["bits_per_element"]}, index=mine.index
+    ).sort_index()
+
+
 def _summary(each: pd.DataFrame, setting: str) -> dict[str, Any]:
     """Return a row of `summarised` from `against_full`."""
     said = {"setting": setting, **described(setting), "n": len(each), "accuracy_fp16": float(each["accuracy_fp16"].mean())}
@@ -210,15 +217,17 @@ def _table(path: Any, sha256: str) -> Any:
 
     data = records.read(RECORD, path.parent.name, path.parent.parent).data
 
+    @functools.lru_cache(maxsize=32)
+    def asked(keys: tuple[str, str, str, int, str]) -> dict[str, pd.DataFrame]:
+        return {str(setting): _by_question(rows) for setting, rows in _chosen(data, keys).groupby("setting", sort=False)}
+
     @functools.lru_cache(maxsize=512)
     def of(keys: tuple[str, str, str, int, str], setting: str) -> dict[str, Any]:
-        rows = _chosen(data, keys)
-        return _summary(against_full(rows, setting), setting)
+        rows = asked(keys)
+        return _summary(_against(rows[FULL], rows[setting]), setting)
 
     def select(keys: tuple[str, str, str, int, str], group: str | None) -> pd.DataFrame:
-        rows = _chosen(data, keys)
-        if group is not None:
-            rows = rows[rows["groups"].str.contains(group[0])]
-        return pd.DataFrame([of(keys, setting) for setting in rows["setting"].unique()])
+        rows = asked(keys)
+        return pd.DataFrame([of(keys, name) for name, mine in rows.items() if group is None or group[0] in mine["groups"].iloc[0]])
 
     return select

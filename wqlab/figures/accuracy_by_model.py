@@ -26,10 +26,11 @@ def draw(result: Result) -> Figure:
             place, 100 * row["accuracy_difference_low"], 100 * row["accuracy_difference_high"], color="#0072B2", linewidth=2
         )
         ours.plot(100 * row["accuracy_difference"], place, "o", color="#0072B2", markersize=6)
-        text = f"{100 * row['accuracy_fp16']:.1f} to {100 * row['accuracy']:.1f} %, {row['bits_per_element']:.2f} bits"
-        ours.annotate(
-            text, (100 * row["accuracy_difference"], place), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=7
-        )
+        before, after = 100 * row["accuracy_fp16"], 100 * row["accuracy"]
+        text = f"FP16 {before:.1f} %, WindowQuant {after:.1f} %, {row['bits_per_element']:.2f} bits"
+        # At the right edge, because the marks stand close to zero.
+        ours.annotate(text, (1, place), xycoords=("axes fraction", "data"), xytext=(-2, 0), textcoords="offset points", ha="right",
+                      va="center", fontsize=7)  # fmt: skip
     ours.set_yticks(range(len(rows)), [row["benchmark"] for row in rows])
     ours.set_ylim(len(rows) - 0.5, -0.7)
     ours.set_title("Pocket VLM on PocketBench")
@@ -39,8 +40,9 @@ def draw(result: Result) -> Figure:
     names = []
     for place, row in enumerate(printed.to_dict("records")):
         colour = _COLOURS[models.index(row["model"]) % len(_COLOURS)]
-        paper.plot([0, row["paper_gain"]], [place, place], color=colour, linewidth=1)
-        paper.plot(row["paper_gain"], place, "D", color=colour, markersize=5)
+        face = "white" if row["garbled"] else colour
+        paper.plot([0, row["paper_gain"]], [place, place], color=colour, linewidth=1, linestyle=":" if row["garbled"] else "-")
+        paper.plot(row["paper_gain"], place, "D", color=colour, markersize=5, markerfacecolor=face)
         names.append(f"{row['model']}: {row['benchmark']}")
     paper.set_yticks(range(len(names)), names, fontsize=6)
     paper.set_ylim(len(names) - 0.5, -0.7)
