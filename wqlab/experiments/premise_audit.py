@@ -119,17 +119,17 @@ def _notes(data: pd.DataFrame, split: str) -> list[str]:
     """Return what holds, in words that the intervals allow."""
     chosen = data[data["split"] == split]
     scorers = chosen[chosen["part"] == "scorer"].set_index("scorer")
-    row = scorers.iloc[0]
     notes = [
-        f"Pocket VLM, PocketBench {split}, 32 frames, windows of 32 tokens: {row['n']:.0f} fresh questions for which some windows "
-        "answer and some do not (answers: all questions). 95 % bootstrap intervals over questions. Attention: of the question's "
+        f"Pocket VLM, PocketBench {split}, 32 frames, windows of 32 tokens: {scorers['n'].iloc[0]:.0f} fresh "
+        "questions for which some windows answer and some do not (answers: all questions). 95 % bootstrap intervals over "
+        "questions. Attention: of the question's "
         f"tokens; its layers ({_layers(scorers)}) were chosen on a development stream of hard questions."
     ]
     words = ("worse than chance", "better than chance", "no better than chance")
     keys = [key for key in ("cosine", "attention_best") if key in scorers.index]
     said = []
     for key in keys:
-        row = scorers.loc[key]
+        row: Any = scorers.loc[key]
         found = scorer_audit.verdict(row["auc_low"] - 0.5, row["auc_high"] - 0.5, *words)
         said.append(
             f"{scorer_audit.NAMES[key]}: {found}, AUC {row['auc']:.3f} ({row['auc_low']:.3f} to {row['auc_high']:.3f}), "
@@ -153,7 +153,7 @@ def _notes(data: pd.DataFrame, split: str) -> list[str]:
     return notes
 
 
-def _change(row: pd.Series, plan: str, against: str) -> str:
+def _change(row: Any, plan: str, against: str) -> str:
     found = scorer_audit.verdict(row["kl_change_low"], row["kl_change_high"], "lower", "higher", "not told apart")
     short = {"truth": "the answer's windows", "attention_early": "early attention", "attention_best": "best attention"}
     numbers = f"{row['kl_change']:+.3f} ({row['kl_change_low']:+.3f} to {row['kl_change_high']:+.3f})"
@@ -162,4 +162,4 @@ def _change(row: pd.Series, plan: str, against: str) -> str:
 
 def _layers(scorers: pd.DataFrame) -> str:
     keys = {"attention_early": "early", "attention_best": "best"}
-    return ", ".join(f"{name} {scorers.loc[key, 'layers']}" for key, name in keys.items() if key in scorers.index)
+    return ", ".join(f"{name} {scorers['layers'][key]}" for key, name in keys.items() if key in scorers.index)

@@ -149,7 +149,7 @@ def _by_layer(frame: _Frame) -> pd.DataFrame:
     groups = data[data["scorer"] == LAYER].groupby(["part", "split", "layers"])
     rows = [
         {
-            "stream": part, "split": split, "layer": int(layer), "n": len(rows),
+            "stream": part, "split": split, "layer": int(str(layer)), "n": len(rows),
             **(_interval("auc", rows["auc"]) if part == FRESH else {"auc": float(rows["auc"].mean())}),
         }
         for (part, split, layer), rows in groups

@@ -165,12 +165,12 @@ def _notes(data: pd.DataFrame, split: str, timed: Record) -> list[str]:
         said.append(f"{row['function']} at {row['num_frames']:.0f} frames {numbers}, {verdict}")
     return [
         f"Pocket VLM, PocketBench {split}, windows of 32 tokens; AUC and precision over {find['n'].iloc[0]:.0f} questions for "
-        "which some windows answer and some do not, answers over all; 95 % bootstrap intervals over questions. Plans: rank, alpha 2, "
-        "so equal memory.",
+        "which some windows answer and some do not, answers over all; 95 % bootstrap intervals over questions. "
+        "Plans: rank, alpha 2, so equal memory.",
         f"Right answers against cosine's plan, paired: {'; '.join(said)}.",
         f"Latency: scores of all windows of {latency['num_visual']:,.0f} visual tokens (100 frames of 64), width "
         f"{latency['hidden']:.0f}, median of {int(timed.data['repeats'].iloc[0])} calls; cosine in its closed form and as all "
-        "pairs by BLAS. The paper does not say what its 48 to 55 ms include; attention needs its layers' share of a prefill and was not "
-        "timed.",
+        "pairs by BLAS. The paper does not say what its 48 to 55 ms include; attention needs its layers' share of a prefill "
+        "and was not timed.",
         "The printed accuracy is another model's on another benchmark.",
     ]

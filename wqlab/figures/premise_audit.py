@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from wqlab.experiments.scorer_audit import DEVELOPMENT, FRESH, NAMES
 from wqlab.figures import label
 from wqlab.registry import register
@@ -111,10 +113,10 @@ def _tasks(axes: Axes, data: pd.DataFrame, result: Result) -> None:
     if "attention_best" in table.columns:
         table = table.sort_values("attention_best", ascending=False)
     image = axes.imshow(table.to_numpy(), cmap="PuOr_r", norm=TwoSlopeNorm(0.5, 0, 1), aspect="auto")
-    for (row, column), value in ((at, table.iloc[at]) for at in ((r, c) for r in range(len(table)) for c in range(table.shape[1]))):
+    for (row, column), value in np.ndenumerate(table.to_numpy(dtype=float)):
         colour = "white" if abs(value - 0.5) > 0.33 else "black"
         axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7.5, color=colour)
-    names = [NAMES[key].replace(" (Eq. 8)", "").replace(", ", ",\n").replace("m s", "m\ns") for key in table]
+    names = [NAMES[str(key)].replace(" (Eq. 8)", "").replace(", ", ",\n").replace("m s", "m\ns") for key in table]
     axes.set_xticks(range(table.shape[1]), names, fontsize=7)
     axes.set_yticks(range(len(table)), [name.replace("_", " ") for name in table.index], fontsize=8)
     axes.tick_params(length=0)
