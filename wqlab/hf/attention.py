@@ -126,7 +126,7 @@ def packed_attention(model: Any) -> Iterator[None]:
     before = text._attn_implementation
     if before == NAME:
         raise ParameterError(f"this {type(model).__name__} reads packed caches already; leave that block first")
-    _choose(model, text, NAME)
+    choose_attention(model, text, NAME)
     try:
         if text._attn_implementation != NAME:
             raise UnsupportedError(
@@ -136,10 +136,10 @@ def packed_attention(model: Any) -> Iterator[None]:
             )
         yield
     finally:
-        _choose(model, text, before)
+        choose_attention(model, text, before)
 
 
-def _choose(model: Any, text: PretrainedConfig, name: str) -> None:
+def choose_attention(model: Any, text: PretrainedConfig, name: str) -> None:
     """Set the language model's implementation and leave the vision encoder's alone."""
     parts = [part for part in model.config.sub_configs if getattr(model.config, part, None) is text]
     model.set_attn_implementation({parts[0]: name} if parts else name)

@@ -12,6 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from wqlab.errors import ParameterError, UnsupportedError
+from wqlab.hf.attention import choose_attention
 
 _NAME = "wqlab_intercept"
 
@@ -67,14 +68,16 @@ def intercept_attention(model: Any, change: Change) -> Iterator[None]:
         called = True
         return change(*given)
 
-    before = model.config._attn_implementation
-    model.set_attn_implementation(_NAME)
+    # Of the language part alone, and put back there: inside `packed_attention` it is another than the whole model's.
+    text = model.config.get_text_config(decoder=True)
+    before = text._attn_implementation
+    choose_attention(model, text, _NAME)
     _active = noted
     try:
         yield
     finally:
         _active = None
-        model.set_attn_implementation(before)
+        choose_attention(model, text, before)
     if not called:
         raise UnsupportedError(
             f"{type(model).__name__} does not call transformers' attention interface, so its attention cannot be intercepted"

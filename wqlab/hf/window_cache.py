@@ -19,8 +19,11 @@ from wqlab.hf.attention import MAX_QUERY_TOKENS, NAME, carrying, packed_attentio
 from wqlab.hf.cache import SegmentsCache, SegmentsLayer, cache_argument
 from wqlab.hf.capture import capture_importance, decoder_layers
 from wqlab.hf.frozen_cache import FrozenCache
+from wqlab.hf.question_attention import question_attention
 from wqlab.types import Granularity, WindowPlan
+from wqlab.windows import scorers
 from wqlab.windows.plan import on_host
+from wqlab.windows.scorers.attention import AttentionScorer
 from wqlab.windows.search import search
 
 _log = logging.getLogger(__name__)
@@ -176,12 +179,18 @@ class WindowQuantCache(SegmentsCache):
             raise UnsupportedError("the prompt has no visual tokens, so there are no windows; generate outside the block instead")
         if search_options.get("window_unit") == "frames":
             search_options = {"tokens_per_frame": adapter.tokens_per_frame(model, inputs), **search_options}
+        scorer = search_options.pop("scorer", "cosine")
+        scorer = scorers.create(scorer) if isinstance(scorer, str) else scorer
         with torch.no_grad():
-            words, video = adapter.text_embeddings(model, inputs, text), adapter.visual_embeddings(model, inputs)
+            if isinstance(scorer, AttentionScorer):
+                words, video = _attended(model, inputs, adapter, scorer.layers, visual)
+            else:
+                words, video = adapter.text_embeddings(model, inputs, text), adapter.visual_embeddings(model, inputs)
         s = list(importance) if importance is not None else _importance(model, inputs)
         plan = search(
-            words, video, s, alpha=alpha, window_size=window_size, num_layers=len(decoder_layers(model)), **search_options
-        )
+            words, video, s, scorer=scorer, alpha=alpha, window_size=window_size, num_layers=len(decoder_layers(model)),
+            **search_options,
+        )  # fmt: skip
         cache.follow(plan, visual)
         return cache
 
@@ -347,7 +356,9 @@ def windowquant(
         ``packed``: generated tokens read the cache as it lies, by `wqlab.ops.mixed_decode`. ``dequantize``: a decoded copy of one
         layer at a time goes to the model's own attention; slower, for models whose attention cannot be replaced.
     **search_options
-        Of `wqlab.windows.search.search`: ``scorer``, ``normalize``, ``first_window_full``, ``preset``, ``window_unit``.
+        Of `wqlab.windows.search.search`: ``scorer``, ``normalize``, ``first_window_full``, ``preset``, ``window_unit``. The scorer
+        ``attention`` runs the prompt through the model's first layers before the plan is known; give it with layers that were
+        calibrated (`wqlab.evals.premise.best_layers`), for example ``scorers.create("attention", layers=(17, 18, 23))``.
 
     Yields
     ------
@@ -409,6 +420,20 @@ def windowquant(
             del model.generate
             for cache in caches:
                 cache.only_packed = False  # outside the block it is decoded, as every attention can read it
+
+
+def _attended(
+    model: nn.Module, inputs: Mapping[str, Any], adapter: Any, layers: Sequence[int], visual: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return, row by row, what the scorer ``attention`` reads: ones [1, layers], and each visual token's weight [visual, layers].
+
+    The prompt goes through the model up to the last of `layers`, which is that part of a prefill.
+    """
+    options = {name: value for name, value in inputs.items() if torch.is_tensor(value)}
+    asked = adapter.question_positions(model, inputs)
+    weights = question_attention(model, lambda: model(**options, use_cache=False), asked, layers).permute(1, 2, 0)
+    video = [row[at] for row, at in zip(weights, visual, strict=True)]
+    return [row.new_ones(1, len(layers)) for row in video], video
 
 
 def _importance(model: nn.Module, inputs: Mapping[str, Any]) -> list[float]:

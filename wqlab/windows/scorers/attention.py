@@ -36,7 +36,8 @@ class AttentionScorer(Scorer):
 
     name = "attention"
     reads = "attention"
-    layers: tuple[int, ...] = (8, 9, 10)
+    #: What development videos chose of the pocket VLM's 30 layers (record premise_audit).
+    layers: tuple[int, ...] = (17, 18, 23)
 
     def __post_init__(self) -> None:
         good = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in self.layers)
@@ -44,5 +45,17 @@ class AttentionScorer(Scorer):
             raise ParameterError(f"scorer attention: layers = {self.layers!r} is refused: take one or more, ascending, from 0")
 
     def compare(self, batch: WindowBatch) -> Tensor:
-        """Return the weight of each window's tokens, mean over layers."""
+        """Return the weight of each window's tokens, mean over layers.
+
+        Raises
+        ------
+        ParameterError
+            For embeddings in place of weights.
+        """
+        if batch.windows.shape[-1] != len(self.layers) or batch.text.shape[-1] != len(self.layers):
+            raise ParameterError(
+                f"scorer attention got rows of {batch.windows.shape[-1]} and {batch.text.shape[-1]} numbers; it reads attention "
+                f"of {len(self.layers)} layers, [tokens, {len(self.layers)}], and ones [1, {len(self.layers)}]: "
+                "wqlab.hf.question_attention measures it, and wqlab.windowquant does so by itself"
+            )
         return torch.einsum("bwtl,bnl->bw", batch.windows, batch.text) / batch.text.shape[-1]
