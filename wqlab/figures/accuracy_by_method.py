@@ -33,7 +33,7 @@ _WAYS = {
     ("paper_literal", "hard"): ("hard, paper_literal", "#E69F00"),
 }
 #: Metric -> the corner that no method comes to; where WindowQuant's words stand, which are close together.
-_CORNERS = {
+_CORNERS: dict[str, Any] = {
     "accuracy": "lower right", "accuracy_difference": "lower right", "margin_difference": "lower right",
     "kl": "lower left", "flip_rate": "upper right",
 }  # fmt: skip
@@ -117,7 +117,7 @@ def _protocols(axes: Axes, result: Result) -> None:
         )  # fmt: skip
     for model, marker in (("LLaVA-v1.5-7B", "D"), ("LLaVA-v1.5-13B", "d")):
         printed = data[(data["part"] == "paper") & (data["model"] == model)].to_dict("records")
-        at = [np.mean([place[s] for s in order if _stands_for(rows[s], row)]) for row in printed]
+        at = [float(np.mean([place[s] for s in order if _stands_for(rows[s], row)])) for row in printed]
         text = label(f"Table 3, {model}", result, "paper_difference")
         axes.plot(
             [row["paper_difference"] for row in printed], at, marker, color="0.25", markersize=5, linestyle="none", label=text
