@@ -5,6 +5,7 @@ import sys
 
 import matplotlib.pyplot as plt
 import pytest
+import seaborn as sns
 
 import wqlab
 from wqlab import experiments, figures
@@ -88,3 +89,20 @@ def test_bit_widths_have_colours_that_differ_in_lightness():
     light = sorted(0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in (to_rgb(figures.BIT_COLOURS[bits]) for bits in (16, 4, 2)))
     assert light[1] - light[0] > 0.03
     assert light[2] - light[1] > 0.1
+
+
+def test_heatmaps_are_seaborns_without_its_drawing_of_the_whole_figure(monkeypatch):
+    import pandas as pd
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    table = pd.DataFrame([[0.0, 1.0], [2.0, 3.0]], columns=["a", "b"])
+    figure, (ours, theirs) = plt.subplots(1, 2)
+    sns.heatmap(table, ax=theirs)
+    canvas = figure.canvas
+    with monkeypatch.context() as patch:
+        patch.setattr(FigureCanvasAgg, "draw", lambda self: pytest.fail("the figure was drawn"))
+        figures.heatmap(table, ours)
+    assert figure.canvas is canvas
+    assert ours.collections[0].get_array().tolist() == theirs.collections[0].get_array().tolist()
+    assert [t.get_text() for t in ours.get_xticklabels()] == ["a", "b"]
+    plt.close(figure)

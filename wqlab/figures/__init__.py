@@ -15,6 +15,8 @@ from wqlab import registry
 from wqlab.types import Result
 
 if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 STYLE = Path(__file__).with_name("style.mplstyle")
@@ -78,6 +80,24 @@ def draw(result: Result, with_caption: bool = True) -> Figure:
             figure.draw_without_rendering()
     plt.close(figure)  # the caller owns it; pyplot must not show it a second time in a notebook
     return figure
+
+
+def heatmap(table: pd.DataFrame, axis: Axes, **options: Any) -> None:
+    """Draw seaborn's heatmap of `table` on `axis`, in a small part of its time.
+
+    seaborn draws and lays out the whole figure each time, to see whether tick labels overlap. On a canvas that draws nothing it
+    takes their places as they are then, so whoever cares how labels are turned says so afterwards.
+    """
+    import seaborn as sns
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    figure = axis.figure
+    canvas = figure.canvas
+    FigureCanvasBase(figure)  # puts itself in the other's place
+    try:
+        sns.heatmap(table, ax=axis, **options)
+    finally:
+        figure.set_canvas(canvas)
 
 
 def write(figure: Figure, target: Path | IO[bytes], **options: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from wqlab.figures import EVIDENCE_STYLE, label
+from wqlab.figures import EVIDENCE_STYLE, heatmap, label
 from wqlab.registry import register
 from wqlab.types import Result
 
@@ -62,33 +62,28 @@ def _step(data: pd.DataFrame) -> int:
 
 
 def _before(axis: Axes, data: pd.DataFrame, result: Result) -> None:
-    import seaborn as sns
-
     bar = {"label": label("mean logit, Eq. 2", result, "logit")}
-    sns.heatmap(_by_layer(data, "logit"), ax=axis, cmap="RdBu_r", center=0, xticklabels=True, yticklabels=_step(data), cbar_kws=bar)
+    heatmap(_by_layer(data, "logit"), axis, cmap="RdBu_r", center=0, xticklabels=True, yticklabels=_step(data), cbar_kws=bar)
     axis.set_ylabel("decoder layer")
     axis.grid(False)
 
 
 def _after(axis: Axes, data: pd.DataFrame, result: Result) -> None:
-    import seaborn as sns
     from matplotlib.colors import LogNorm
 
     mass = _by_layer(data, "mass_per_key").clip(lower=1e-6)
     bar = {"label": label("mean weight per key", result, "mass_per_key")}
-    sns.heatmap(mass, ax=axis, cmap="viridis", norm=LogNorm(), xticklabels=True, yticklabels=_step(data), cbar_kws=bar)
+    heatmap(mass, axis, cmap="viridis", norm=LogNorm(), xticklabels=True, yticklabels=_step(data), cbar_kws=bar)
     axis.set_ylabel("")
     axis.grid(False)
 
 
 def _heads(axis: Axes, data: pd.DataFrame, result: Result) -> None:
-    import seaborn as sns
-
     column = "logit" if result.parameters["stage"] == "before_softmax" else "mass"
     first = data[data["key_end"] == 1].pivot(index="layer", columns="head", values=column)
     colours = {"cmap": "RdBu_r", "center": 0} if column == "logit" else {"cmap": "viridis", "vmin": 0, "vmax": 1}
     bar = {"label": label(f"{'logit' if column == 'logit' else 'weight'} of token 0", result, column)}
-    sns.heatmap(first, ax=axis, yticklabels=_step(data), cbar_kws=bar, **colours)
+    heatmap(first, axis, yticklabels=_step(data), cbar_kws=bar, **colours)
     axis.set(title="First token, per head", xlabel="query head", ylabel="")
     axis.grid(False)
 

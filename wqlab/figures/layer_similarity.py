@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from wqlab.figures import EVIDENCE_STYLE, label
+from wqlab.figures import EVIDENCE_STYLE, heatmap, label
 from wqlab.registry import register
 from wqlab.types import Result
 
@@ -35,9 +35,7 @@ def draw(result: Result) -> Figure:
 
 
 def _strip(axis: Axes, table: pd.DataFrame) -> None:
-    import seaborn as sns
-
-    sns.heatmap(table[["s_i"]].T, ax=axis, cmap="Blues", vmin=0, vmax=1, cbar=False, xticklabels=False, yticklabels=False)
+    heatmap(table[["s_i"]].T, axis, cmap="Blues", vmin=0, vmax=1, cbar=False, xticklabels=False, yticklabels=False)
 
 
 def _lines(axis: Axes, table: pd.DataFrame, result: Result) -> None:
