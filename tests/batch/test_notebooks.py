@@ -2,11 +2,15 @@
 
 import json
 import math
+from functools import partial
 
 import nbformat
 import numpy as np
 import papermill
 import pytest
+from jupyter_client import AsyncKernelManager
+from jupyter_core.utils import run_sync
+from nbclient import NotebookClient
 
 from wqlab import experiments, paths
 from wqlab.batch.notebooks import execute, parameters
@@ -28,6 +32,22 @@ def edited(tmp_path, stem, change):
     path = tmp_path / f"{stem}.ipynb"
     nbformat.write(notebook, path)
     return path
+
+
+@pytest.fixture(scope="module")
+def running_kernel():
+    """A kernel that imports torch and transformers and loads each model once."""
+    manager = AsyncKernelManager(kernel_name="python3")
+    run_sync(manager.start_kernel)()
+    yield manager
+    run_sync(manager.shutdown_kernel)(now=True)
+
+
+@pytest.fixture
+def one_kernel(running_kernel, monkeypatch):
+    """Let papermill run notebooks in that kernel, whose namespace is emptied first; tests without this start a kernel each."""
+    NotebookClient(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("%reset -f")]), km=running_kernel).execute()
+    monkeypatch.setattr(papermill, "execute_notebook", partial(papermill.execute_notebook, km=running_kernel))
 
 
 def test_every_stem_has_a_notebook():
@@ -56,7 +76,7 @@ def test_the_parameters_cell_declares_what_the_experiment_has(stem):
 
 
 @pytest.mark.parametrize("stem", STEMS)
-def test_each_notebook_runs_in_quick_mode(stem, tmp_path):
+def test_each_notebook_runs_in_quick_mode(stem, one_kernel, tmp_path):
     files = execute(stem, tmp_path, {"quick": True})
     sidecar = json.loads(files[".json"].read_text())
     assert sidecar["stem"] == stem
@@ -95,7 +115,7 @@ def test_bad_parameters_are_refused_by_name_before_anything_runs(given, message,
 @pytest.mark.parametrize(
     "value", [np.float32(3.5), *(pytest.param(x, marks=pytest.mark.slow) for x in (np.int64(3), np.array(3.0), 3))]
 )
-def test_numpy_scalars_are_accepted_and_written_as_valid_json(value, tmp_path):
+def test_numpy_scalars_are_accepted_and_written_as_valid_json(value, one_kernel, tmp_path):
     files = execute("alpha_sweep", tmp_path, {"alpha": value, "similarity": "prose", "quick": True})
     assert json.loads(files[".json"].read_text())["parameters"]["alpha"] == float(value)
 

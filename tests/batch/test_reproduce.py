@@ -10,7 +10,8 @@ import pytest
 from wqlab.batch import reproduce as room
 from wqlab.errors import FetchError, NotebookError, OutputError, UnknownNameError
 
-STEMS = ["alpha_sweep", "kv_memory"]
+#: Two that load no model.
+STEMS = ["decode_latency", "kv_memory"]
 
 
 @pytest.fixture
@@ -42,10 +43,10 @@ def test_a_complete_run_starts_afresh_next_time(no_kernels, tmp_path):
 def test_after_a_failure_only_what_is_missing_is_made(no_kernels, tmp_path):
     no_kernels.failing = {"kv_memory"}
     report = room.reproduce(STEMS, tmp_path)
-    assert (report.finished, list(report.failed)) == (["alpha_sweep"], ["kv_memory"])
+    assert (report.finished, list(report.failed)) == (["decode_latency"], ["kv_memory"])
     no_kernels.failing = set()
     report = room.reproduce(STEMS, tmp_path)
-    assert (report.kept, report.finished) == (["alpha_sweep"], ["kv_memory"])
+    assert (report.kept, report.finished) == (["decode_latency"], ["kv_memory"])
 
 
 @pytest.mark.parametrize("change", ["damaged", "missing", "quick", "code", "journal"])
@@ -53,13 +54,13 @@ def test_a_kept_figure_must_be_whole_and_of_the_same_run(no_kernels, tmp_path, m
     no_kernels.failing = {"kv_memory"}
     room.reproduce(STEMS, tmp_path)
     if change == "damaged":
-        (tmp_path / "alpha_sweep.png").write_text("half")
+        (tmp_path / "decode_latency.png").write_text("half")
     if change == "missing":
-        (tmp_path / "alpha_sweep.csv").unlink()
+        (tmp_path / "decode_latency.csv").unlink()
     if change == "code":
         monkeypatch.setattr(room, "fingerprint", lambda: "other")
     if change == "journal":
-        (tmp_path / ".reproduce.json").write_text('{"done": ["alpha')
+        (tmp_path / ".reproduce.json").write_text('{"done": ["decode')
     assert room.reproduce(STEMS, tmp_path, quick=change == "quick").kept == []
 
 
@@ -76,7 +77,7 @@ def test_stems_whose_parts_cannot_be_fetched_do_not_stop_the_others(no_kernels, 
 
 def test_unknown_stems_and_bad_folders_are_refused_before_anything_runs(no_kernels, tmp_path):
     with pytest.raises(UnknownNameError, match="did you mean kv_memory"):
-        room.reproduce(["alpha_sweep", "kv_memry"], tmp_path)
+        room.reproduce(["decode_latency", "kv_memry"], tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError):
         room.reproduce(STEMS, tmp_path / "file")
@@ -106,10 +107,10 @@ def test_a_killed_run_is_continued(tmp_path):
         time.sleep(0.02)
     os.killpg(running.pid, signal.SIGKILL)
     running.wait()
-    first = (tmp_path / "alpha_sweep.json").read_bytes()
+    first = (tmp_path / "decode_latency.json").read_bytes()
     again = subprocess.run(line, capture_output=True, text=True, check=True)
     assert "1 made, 1 kept, 0 failed" in again.stdout
-    assert (tmp_path / "alpha_sweep.json").read_bytes() == first
+    assert (tmp_path / "decode_latency.json").read_bytes() == first
     assert (tmp_path / "kv_memory.svg").is_file()
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".staging")], "what the killed run left was not cleared"
 
@@ -127,5 +128,5 @@ def test_ctrl_c_ends_at_once_and_what_is_finished_stays(tmp_path):
     assert running.returncode == 130
     assert "interrupted; what was finished stays" in err
     assert "Traceback" not in err
-    assert (tmp_path / "alpha_sweep.json").is_file()
+    assert (tmp_path / "decode_latency.json").is_file()
     assert (tmp_path / ".reproduce.json").is_file()
