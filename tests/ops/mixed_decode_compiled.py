@@ -1,7 +1,8 @@
 """Compiles the kernels of `mixed_decode` for one GPU architecture, without a GPU: ``... 90 '[{"head_dim": 64}]' FOLDER``.
 
 Prints one JSON object per case, which is what `build` is asked for: registers, bytes spilled and shared memory of both
-kernels. Segments without tokens are left out. A process of its own, because Triton's compiler and its interpreter do not share one.
+kernels, and the products on tensor cores of the first. Segments without tokens are left out. A process of its own, because
+Triton's compiler and its interpreter do not share one.
 """
 
 import json
@@ -20,6 +21,8 @@ from wqlab.ops.mixed_decode import MixedKV, triton_kernel
 
 TYPES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int32: "*i32"}
 TYPES[torch.int64] = "*i64"
+#: A product on tensor cores of half precision: its terms, and how many neighbours among them a lane holds.
+PRODUCT = re.compile(r"tt\.dot .*?: tensor<\d+x(\d+)xb?f16, #ttg\.dot_op<\{opIdx = 0, parent = #mma\d*, kWidth = (\d+)\}>>")
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 
 
@@ -84,7 +87,10 @@ def main(architecture, cases, folder):
         triton_kernel._partial_kernel, triton_kernel._combine_kernel = partial.kernel, combine.kernel
         found = {"case": case, "warps": partial.num_warps}
         for name, recorder in (("partial", partial), ("combine", combine)):
-            found[name] = resources(compiled(recorder, architecture), architecture, folder)
+            kernel = compiled(recorder, architecture)
+            found[name] = resources(kernel, architecture, folder)
+            if name == "partial":
+                found["products"] = [(int(terms), int(width)) for terms, width in PRODUCT.findall(kernel.asm["ttgir"])]
         print(json.dumps(found), flush=True)
 
 

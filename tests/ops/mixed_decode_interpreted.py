@@ -51,7 +51,7 @@ def check(query, cache, num_splits=None, scaling=None):
     return result
 
 
-@pytest.mark.parametrize("head_dim", every([64, 80, 96, 128, 256], on_gpu=[64, 96, 256]))
+@pytest.mark.parametrize("head_dim", every([16, 64, 80, 96, 128, 256], on_gpu=[16, 64, 96, 256]))
 def test_every_head_size_at_every_width(head_dim):
     check(*build(head_dim=head_dim, kv_heads=2, group=2, dense=32, int4=64, int2=32, tail=5), num_splits=2)
 

@@ -23,6 +23,9 @@ MAX_HEAD_DIM = 256
 #: Programs per multiprocessor to aim at: several, so that loads of one hide behind the arithmetic of another.
 _PROGRAMS_PER_SM = 4
 _MAX_SPLITS = 128
+#: Terms (channels of a score, tokens of a step) that a product of half precision needs where an operand is packed. A lane holds 8
+#: neighbours then, and four lanes 32; of 16, triton 3.6 and 3.7 leave half out (see its pull request 11691).
+_LEAST_TERMS = 32
 _LOG2E = 1.4426950408889634
 
 
@@ -240,7 +243,7 @@ def attend(query: Tensor, cache: MixedKV, scaling: float, num_splits: int | None
     weighteds = torch.empty((pairs, splits, rows, head_dim), dtype=torch.float32, device=query.device)
     # bf16 products are wrong in the interpreter; float32 ones are exact there.
     dot = tl.float32 if INTERPRETED and query.dtype == torch.bfloat16 else _DOT[query.dtype]
-    padded = max(triton.next_power_of_2(head_dim), 16)
+    padded = max(triton.next_power_of_2(head_dim), _LEAST_TERMS)
     with torch.cuda.device(query.device if query.is_cuda else -1):
         _partial_kernel[(pairs, splits, row_tiles)](
             query, query.stride()[:3], tops, totals, weighteds,
@@ -263,19 +266,21 @@ def _blocks(query: Tensor, cache: MixedKV) -> tuple[int, int, int, int]:
     Tensor cores want 16 rows. A step stays inside one window where the windows allow it, so that metadata is read once per step.
     The sizes are those that compile without spilling registers; float32, which has no tensor cores, needs the most of them,
     and with heads past 128 it does spill.
-    Steps of 16 tokens are for float32 only: in half precision triton 3.6 makes wrong code for sm_90 of packed tiles that short,
-    while dense ones of 16 tokens, and packed ones of 32, are right.
-    Other windows take two steps at a time: their metadata, a row per token, waits in shared memory, and small GPUs have 99 KiB of it.
+    Steps of 16 tokens are for float32 only, see `_LEAST_TERMS`.
+    Other windows take two steps at a time: their metadata, a row per token, waits in shared memory, and small GPUs have 99 KiB.
+    Heads past 128 have no room there for a second step.
     """
     rows = query.shape[1] // cache.num_kv_heads * query.shape[2]
     full, wide = query.dtype == torch.float32, cache.head_dim > 128
     block_m = min(max(triton.next_power_of_2(rows), 16), 16 if full else 32 if wide else 64)
     largest = 16 if full else 32 if wide or block_m > 16 else 64
     windows = [side.window_size for s in cache.segments for side in (s.key, s.value) if isinstance(side, PackedTensor)]
-    sizes = (16,) if full else (64, 32)
+    sizes = (16,) if full else (64, _LEAST_TERMS)
     whole = [size for size in sizes if size <= largest and all(window % size == 0 for window in windows)]
     num_warps = 8 if full or block_m * cache.head_dim > 4096 else 4
-    return (block_m, whole[0], num_warps, 3) if whole else (block_m, sizes[-1], num_warps, 2)
+    if whole:
+        return block_m, whole[0], num_warps, 3
+    return (block_m, sizes[-1], 8, 1) if wide else (block_m, sizes[-1], num_warps, 2)
 
 
 def _kind(segment: Segment | FragmentSegment) -> tuple[int, int, float, int, int, float]:
