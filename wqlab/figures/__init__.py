@@ -91,7 +91,7 @@ def heatmap(table: pd.DataFrame, axis: Axes, **options: Any) -> None:
     import seaborn as sns
     from matplotlib.backend_bases import FigureCanvasBase
 
-    figure = axis.figure
+    figure: Any = axis.figure  # never a part of one: stems draw no subfigures
     canvas = figure.canvas
     FigureCanvasBase(figure)  # puts itself in the other's place
     try:
