@@ -1,6 +1,7 @@
 """premise_audit and similarity_functions: their numbers against the committed records computed directly, and records that lack."""
 
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -8,7 +9,8 @@ import pytest
 
 from wqlab import experiments, figures, paths, records
 from wqlab.errors import MissingPartError, UnknownNameError
-from wqlab.experiments import scorer_audit
+from wqlab.evals import paired
+from wqlab.experiments import answers, scorer_audit
 
 RECORDS = {"premise_audit": ("premise_audit", "accuracy"), "similarity_functions": ("premise_audit", "accuracy", "window_search")}
 LAYERS = {"attention_early": "attention, best early layers", "attention_best": "attention, best layers"}
@@ -64,6 +66,9 @@ def test_scorers_are_what_the_record_says(audit, split):
         for name in ("auc", "precision"):
             assert values[f"{name}_{key}_{split}"] == pytest.approx(rows[name].mean())
             assert values[f"{name}_{key}_{split}_low"] < values[f"{name}_{key}_{split}"] < values[f"{name}_{key}_{split}_high"]
+        above = rows["precision"] - rows["base_rate"]
+        assert values[f"gain_{key}_{split}"] == pytest.approx(above.mean())
+        assert values[f"gain_{key}_{split}_low"] < values[f"gain_{key}_{split}"] < values[f"gain_{key}_{split}_high"]
     assert values[f"base_rate_{split}"] == pytest.approx(fresh.drop_duplicates("index")["base_rate"].mean())
     layer = fresh[(fresh["scorer"] == "attention of a layer") & (fresh["layers"] == "17")]
     assert values[f"auc_layer_17_{split}"] == pytest.approx(layer["auc"].mean())
@@ -99,16 +104,35 @@ def test_plans_are_what_the_record_says(audit, answered, split, frames):
 def test_notes_say_no_more_than_the_intervals(audit):
     result, values = values_of("premise_audit")
     text = " ".join(result.notes)
-    assert ("cosine (Eq. 8): no better than chance" in text) == (
-        values["auc_cosine_hard_low"] <= 0.5 <= values["auc_cosine_hard_high"]
-    )
-    assert "attention, best layers: better than chance" in text
+    words = "worse than chance", "better than chance", "no better than chance"
+    for key in ("cosine", "attention_early", "attention_best"):
+        (said,) = (part for part in text.split("; ") if f"{scorer_audit.NAMES[key]}: " in part)
+        low, high = (values[f"auc_{key}_hard_{end}"] - 0.5 for end in ("low", "high"))
+        assert f"{scorer_audit.NAMES[key]}: {scorer_audit.verdict(low, high, *words)} by AUC" in said
+        (picked,) = (part for part in text.split("; ") if f"{values[f'gain_{key}_hard_low']:+.3f} to" in part)
+        ends = (values[f"gain_{key}_hard_{end}"] for end in ("low", "high"))
+        assert picked.startswith(f"{scorer_audit.verdict(*ends, *words)} by precision")
+    taken = (result.data["part"] == "difference").sum()
+    assert f"has {taken} such differences" in text
     assert ("not measurably better than a random one" in text) == (
         min(values["kl_change_truth_to_random_32_high"], values["kl_change_truth_to_random_100_high"]) >= 0
     )
     assert [scorer_audit.verdict(*ends, "less", "more", "neither") for ends in ((-2, -1), (1, 2), (-1, 1), (0, 0))] == [
         "less", "more", "neither", "neither",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("part", ["development", "fresh"])
+@pytest.mark.parametrize("frames", [32, 100])
+def test_the_page_on_defaults_says_what_chose_them(part, frames):
+    """No sidecar holds the development stream's differences, so the page is held to the record."""
+    page = " ".join((Path(__file__).parents[2] / "docs" / "windowquant.md").read_text().split())
+    rows = answers.rows_of(answers.needed("h200"), part=part, num_frames=frames)
+    cosine = answers.against_full(rows, "windowquant cosine rank alpha 2")["kl"]
+    for layers in ("17,18,23", "0,2,8"):
+        mine = answers.against_full(rows, f"windowquant attention({layers}) rank alpha 2")["kl"]
+        mean, low, high = paired.mean_interval(mine - cosine)
+        assert f"{mean:+.3f} ({low:+.3f} to {high:+.3f})" in page
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

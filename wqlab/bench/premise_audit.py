@@ -63,6 +63,7 @@ class PremiseAuditBench(Bench):
         from wqlab.evals.premise import LAYER, audit
         from wqlab.evals.scoring import Exam, find_device, read_videos
         from wqlab.models import pocket
+        from wqlab.windows.scorers.attention import AttentionScorer
 
         device = find_device()
         loaded = pocket.load(dtype="bfloat16" if device.type == "cuda" else "float32")
@@ -76,8 +77,9 @@ class PremiseAuditBench(Bench):
                 sets = chosen_layers(found)
             rows += [{"part": run.part, "split": run.split, **row} for row in found]
         table = pd.DataFrame(rows)
+        named = {"attention": AttentionScorer().layers, **sets}  # the defaults of this version, which a later one may change
         table["layers"] = [
-            str(row["layer"]) if row["scorer"] == LAYER else " ".join(map(str, sets.get(row["scorer"], ()))) for row in rows
+            str(row["layer"]) if row["scorer"] == LAYER else " ".join(map(str, named.get(row["scorer"], ()))) for row in rows
         ]
         return table[list(self.columns)].round({"auc": 5, "precision": 5, "base_rate": 5})
 

@@ -85,7 +85,7 @@ def _values(data: pd.DataFrame) -> dict[str, Value]:
     """Return the numbers for the ledger; those of answers to easy questions end in ``_easy``."""
     found: dict[str, tuple[float, str, str]] = {}
     for row in data[data["part"] == "scorer"].to_dict("records"):
-        for name in ("auc", "precision"):
+        for name in ("auc", "precision", "gain"):
             for end in ("", "_low", "_high"):
                 found[f"{name}_{row['scorer']}_{row['split']}{end}"] = (row[name + end], "1", name + end)
         found[f"base_rate_{row['split']}"] = (row["base_rate"], "1", "base_rate")
@@ -126,15 +126,16 @@ def _notes(data: pd.DataFrame, split: str) -> list[str]:
         f"tokens; its layers ({_layers(scorers)}) were chosen on a development stream of hard questions."
     ]
     words = ("worse than chance", "better than chance", "no better than chance")
-    keys = [key for key in ("cosine", "attention_best") if key in scorers.index]
+    keys = [key for key in ("cosine", "attention_early", "attention_best") if key in scorers.index]
     said = []
     for key in keys:
         row: Any = scorers.loc[key]
-        found = scorer_audit.verdict(row["auc_low"] - 0.5, row["auc_high"] - 0.5, *words)
+        ranked = scorer_audit.verdict(row["auc_low"] - 0.5, row["auc_high"] - 0.5, *words)
+        picked = scorer_audit.verdict(row["gain_low"], row["gain_high"], *words)
         said.append(
-            f"{scorer_audit.NAMES[key]}: {found}, AUC {row['auc']:.3f} ({row['auc_low']:.3f} to {row['auc_high']:.3f}), "
-            f"precision {row['precision']:.2f} ({row['precision_low']:.2f} to {row['precision_high']:.2f}) where chance has "
-            f"{row['base_rate']:.2f}"
+            f"{scorer_audit.NAMES[key]}: {ranked} by AUC, {row['auc']:.3f} ({row['auc_low']:.3f} to {row['auc_high']:.3f}); "
+            f"{picked} by precision, {row['precision']:.2f} where chance has {row['base_rate']:.2f} ({row['gain']:+.3f}, "
+            f"{row['gain_low']:+.3f} to {row['gain_high']:+.3f})"
         )
     notes.append(f"Finding the windows that answer: {'; '.join(said)}.")
     changes = chosen[chosen["part"] == "difference"]
@@ -144,6 +145,7 @@ def _notes(data: pd.DataFrame, split: str) -> list[str]:
         pairs += [("attention_early", "cosine"), ("attention_best", "cosine")]
         text = "; ".join(_change(table.loc[pair], *pair) for pair in pairs if pair in table.index)
         notes.append(f"KL at equal memory, {frames:.0f} frames, paired over questions: {text}.")
+    notes.append(f"The table has {len(changes)} such differences; no interval is widened for their number.")
     truth = changes[(changes["plan"] == "truth") & (changes["against"] == "random")]
     if len(truth) and (truth["kl_change_high"] >= 0).all():
         notes.append(

@@ -32,7 +32,7 @@ ORDERS = {
 }  # fmt: skip
 NAMES = {**dict(SCORERS.values()), **ORDERS}
 #: Columns of each table that are measured.
-AUDITED = (*(name + end for name in ("auc", "precision") for end in ("", "_low", "_high")), "base_rate")
+AUDITED = (*(name + end for name in ("auc", "precision", "gain") for end in ("", "_low", "_high")), "base_rate")
 ANSWERED = ("bits_per_element", "accuracy_fp16", *(name + end for name in ("kl", "accuracy") for end in ("", "_low", "_high")))
 CHANGES = tuple(name + end for name in ("kl_change", "accuracy_change") for end in ("", "_low", "_high"))
 #: The plans that differences are taken to.
@@ -65,7 +65,8 @@ def needed(gpu: str) -> Records:
 def audited(records: Records) -> pd.DataFrame:
     """Return one row per split and scorer: ``scorer`` (its key), ``layers``, ``n``, and `AUDITED` over the questions.
 
-    ``auc`` and ``precision`` have the limits of their 95 % bootstrap intervals; ``base_rate`` is the precision of chance.
+    ``auc``, ``precision`` and ``gain`` have the limits of their 95 % bootstrap intervals. ``base_rate`` is the precision of chance,
+    ``gain`` what a question's precision is above its own base rate: a scorer can rank by chance and still be right at its top.
     """
     return _audited(_Frame(records.audit)).copy()
 
@@ -137,6 +138,7 @@ def _audited(frame: _Frame) -> pd.DataFrame:
         row = {"split": split, "scorer": key, "layers": layers if isinstance(layers, str) else "", "n": len(part)}
         for name in ("auc", "precision"):
             row |= _interval(name, part[name])
+        row |= _interval("gain", part["precision"] - part["base_rate"])
         rows.append({**row, "base_rate": float(part["base_rate"].mean())})
     return pd.DataFrame(rows)
 

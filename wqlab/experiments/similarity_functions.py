@@ -133,7 +133,7 @@ def _values(data: pd.DataFrame) -> dict[str, Value]:
     """Return, for the ledger, what each function finds, what its plan costs, its fastest latency, and ratios to cosine's."""
     found: dict[str, tuple[float, str, str]] = {}
     for row in data[data["part"] == "find"].to_dict("records"):
-        for name in ("auc", "precision"):
+        for name in ("auc", "precision", "gain"):
             for end in ("", "_low", "_high"):
                 found[f"{name}_{row['function']}{end}"] = (row[name + end], "1", name + end)
     for part, metrics in (("plan", ("kl", "accuracy")), ("difference", ("kl_change", "accuracy_change"))):
@@ -167,7 +167,7 @@ def _notes(data: pd.DataFrame, split: str, timed: Record) -> list[str]:
         f"Pocket VLM, PocketBench {split}, windows of 32 tokens; AUC and precision over {find['n'].iloc[0]:.0f} questions for "
         "which some windows answer and some do not, answers over all; 95 % bootstrap intervals over questions. "
         "Plans: rank, alpha 2, so equal memory.",
-        f"Right answers against cosine's plan, paired: {'; '.join(said)}.",
+        f"Right answers against cosine's plan, paired: {'; '.join(said)}. No interval is widened for their number.",
         f"Latency: scores of all windows of {latency['num_visual']:,.0f} visual tokens (100 frames of 64), width "
         f"{latency['hidden']:.0f}, median of {int(timed.data['repeats'].iloc[0])} calls; cosine in its closed form and as all "
         "pairs by BLAS. The paper does not say what its 48 to 55 ms include; attention needs its layers' share of a prefill "
