@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from test_adapters_families import FAMILIES
 from test_window_cache import ask
 
 from wqlab.errors import ParameterError
 from wqlab.hf.adapters import for_model
-from wqlab.hf.window_cache import windowquant
+from wqlab.hf.question_attention import question_attention
+from wqlab.hf.window_cache import WindowQuantCache, windowquant
 from wqlab.windows import scorers
 from wqlab.windows.plan import make_plan
 
@@ -51,3 +53,34 @@ def test_layers_that_the_model_lacks_and_embeddings_are_refused(pocket_model, po
         pocket_model.generate(**inputs, max_new_tokens=2, do_sample=False)
     with pytest.raises(ParameterError, match="reads attention of 3 layers"):
         scorers.create("attention").score(torch.ones(4, 8), torch.ones(64, 8))
+
+
+class Latest(scorers.Scorer):
+    """A scorer of somebody else that reads attention: the last of its layers alone. Not registered, not an AttentionScorer."""
+
+    name = "latest"
+    reads = "attention"
+    layers = (0, 1)
+
+    def compare(self, batch):
+        return batch.windows[..., -1].sum(-1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_rows_with_other_numbers_of_visual_tokens_and_a_scorer_of_ones_own(family):
+    torch.manual_seed(0)
+    case = FAMILIES[family]()
+    model, inputs, importance = case.model.eval(), case.inputs, [0.3, 0.7]
+    options = {"window_size": 4, "importance": importance, "normalize": "rank", "alpha": 8.0}
+    cache = WindowQuantCache.prepare(model, inputs, scorer=Latest(), **options)
+    adapter = for_model(model)
+    visual, asked = adapter.visual_positions(model, inputs), adapter.question_positions(model, inputs)
+    assert visual.sum(1).tolist() == case.visual
+    found = maps(model, inputs)[1]
+    video = [found[row][:, asked[row]].mean((0, 1))[at][:, None].expand(-1, 2) for row, at in enumerate(visual)]
+    scores = Latest().score([torch.ones(1, 2)] * 2, video, window_size=4)
+    expected = make_plan(scores, importance, 8.0, "rank")
+    np.testing.assert_array_equal(cache.plan.bit_widths, np.asarray(expected.bit_widths))
+    assert cache.plan.windows_per_row == scores.windows_per_row == tuple(count // 4 for count in case.visual)
+    weights = question_attention(model, lambda: model(**inputs, use_cache=False), asked)
+    assert float(weights[:, inputs["attention_mask"] == 0].abs().sum()) == 0  # nobody looks at padding

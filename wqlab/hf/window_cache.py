@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -182,8 +182,8 @@ class WindowQuantCache(SegmentsCache):
         scorer = search_options.pop("scorer", "cosine")
         scorer = scorers.create(scorer) if isinstance(scorer, str) else scorer
         with torch.no_grad():
-            if isinstance(scorer, AttentionScorer):
-                words, video = _attended(model, inputs, adapter, scorer.layers, visual)
+            if scorer.reads == "attention":
+                words, video = _attended(model, inputs, adapter, cast(AttentionScorer, scorer).layers, visual)
             else:
                 words, video = adapter.text_embeddings(model, inputs, text), adapter.visual_embeddings(model, inputs)
         s = list(importance) if importance is not None else _importance(model, inputs)
@@ -357,8 +357,9 @@ def windowquant(
         layer at a time goes to the model's own attention; slower, for models whose attention cannot be replaced.
     **search_options
         Of `wqlab.windows.search.search`: ``scorer``, ``normalize``, ``first_window_full``, ``preset``, ``window_unit``. The scorer
-        ``attention`` runs the prompt through the model's first layers before the plan is known; give it with layers that were
-        calibrated (`wqlab.evals.premise.best_layers`), for example ``scorers.create("attention", layers=(17, 18, 23))``.
+        ``attention`` runs the prompt through the model up to the last of its layers before the plan is known, which costs that part
+        of a prefill; give it with layers that were calibrated (`wqlab.evals.premise.best_layers`), for example
+        ``scorers.create("attention", layers=(17, 18, 23))``.
 
     Yields
     ------

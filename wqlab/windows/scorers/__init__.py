@@ -27,6 +27,7 @@ class Scorer(ABC):
     ----------
     reads : {"embeddings", "attention"}
         What `text` and `visual` of `score` are: embeddings, or the attention that `wqlab.hf.question_attention` returns.
+        A scorer that reads attention has a field ``layers``, ascending.
     """
 
     name: ClassVar[str]
