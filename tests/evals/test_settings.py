@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from wqlab import registry
-from wqlab.errors import ParameterError
+from wqlab.errors import MissingPartError, ParameterError
 from wqlab.evals import pocketbench
 from wqlab.evals.relevance import relevant_windows
 from wqlab.evals.scoring import PlanSetting, Setting, TransformersSetting, score_settings
@@ -14,6 +14,7 @@ from wqlab.evals.scoring.facts import ModelFacts
 from wqlab.evals.scoring.stream import Stream
 from wqlab.hf import WindowQuantCache
 from wqlab.hf.row_plans import RowPlansCache
+from wqlab.hf.transformers_cache import is_installed
 from wqlab.models.pocket import prompt
 
 FRAMES = pocketbench.MIN_FRAMES
@@ -128,6 +129,11 @@ def test_calibrated_methods_get_a_calibration(batch, loaded):
 def test_transformers_own_cache_is_a_setting(batch):
     setting = TransformersSetting("quanto", 4)
     assert (setting.label, setting.encodes_text) == ("transformers quanto int4", True)
+    if is_installed("quanto"):
+        assert setting.cache(batch).report()["tokens"] == 0
+    else:
+        with pytest.raises(MissingPartError, match="pip install optimum-quanto"):
+            setting.cache(batch)
     with pytest.raises(ParameterError, match="fp8 holds 8 bits"):
         TransformersSetting("fp8")
 

@@ -133,6 +133,10 @@ def test_the_page_on_defaults_says_what_chose_them(part, frames):
         mine = answers.against_full(rows, f"windowquant attention({layers}) rank alpha 2")["kl"]
         mean, low, high = paired.mean_interval(mine - cosine)
         assert f"{mean:+.3f} ({low:+.3f} to {high:+.3f})" in page
+    easy = answers.rows_of(answers.needed("h200"), split="easy")
+    mine, cosine = (answers.against_full(easy, f"windowquant {s} rank alpha 2")["kl"] for s in ("attention(17,18,23)", "cosine"))
+    mean, low, high = paired.mean_interval(mine - cosine)
+    assert f"{mean:+.4f} ({low:+.4f} to {high:+.4f})" in page
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -10,8 +10,12 @@ from wqlab.windows.scorers import create
 from wqlab.windows.search import search
 
 
-def prompts():
+def prompts(scorer="cosine"):
     generator = torch.Generator().manual_seed(0)
+    kind = registry.lookup("scorer", scorer)
+    if kind.reads == "attention":
+        layers = len(kind().layers)
+        return [torch.ones(1, layers)] * 2, [torch.rand(n, layers, generator=generator) for n in (70, 100)]
     text = [torch.randn(n, 16, generator=generator) for n in (3, 7)]
     visual = [torch.randn(n, 16, generator=generator) for n in (70, 100)]
     return text, visual
@@ -49,8 +53,8 @@ fast_path = [
 ]
 
 
-def for_device(device, importance_on, ragged):
-    text, visual = prompts()
+def for_device(device, scorer, importance_on, ragged):
+    text, visual = prompts(scorer)
     rows = slice(None) if ragged else slice(1)
     importance = np.linspace(0.1, 0.9, 5)
     given = torch.tensor(importance).to(device) if importance_on == "device" else importance
@@ -66,7 +70,7 @@ def all_of(test):
 @all_of
 def test_the_fast_path_needs_no_value_on_the_host(scorer, normalize, importance_on, ragged):
     # Tensors on "meta" have shapes and no values: asking for one raises.
-    text, visual, importance = for_device("meta", importance_on, ragged)
+    text, visual, importance = for_device("meta", scorer, importance_on, ragged)
     plan = search(text, visual, importance, scorer=scorer, normalize=normalize, window_size=16, check=False)
     assert plan.bit_widths.is_meta
     assert plan.bit_widths.shape == (5, 6 if ragged else 4)
@@ -80,8 +84,8 @@ def test_the_fast_path_never_waits_for_the_gpu(scorer, normalize, importance_on,
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     options = {"scorer": scorer, "normalize": normalize, "window_size": 16, "dtype": torch.float32}
-    want = search(*for_device("cpu", "host", ragged), **options)
-    prompt = for_device("cuda", importance_on, ragged)
+    want = search(*for_device("cpu", scorer, "host", ragged), **options)
+    prompt = for_device("cuda", scorer, importance_on, ragged)
     search(*prompt, **options, check=False)  # libraries may wait when they are first used
     torch.cuda.set_sync_debug_mode("error")
     try:

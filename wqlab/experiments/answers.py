@@ -6,6 +6,7 @@ import functools
 import re
 from typing import TYPE_CHECKING, Any
 
+from wqlab.bench.premise_audit import FRESH
 from wqlab.errors import MissingPartError
 from wqlab.evals import paired
 from wqlab.experiments import gpu_records
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from wqlab.records import Record
 
 RECORD, FULL = "accuracy", "fp16"
-FRESH, DEVELOPMENT = "fresh", "development"
 METRICS = ("accuracy", "accuracy_difference", "kl", "flip_rate", "margin_difference")
 #: Columns of `summarised` that are measured.
 COLUMNS = ("accuracy_fp16", *(name for metric in METRICS for name in (metric, f"{metric}_low", f"{metric}_high")))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from wqlab.bench.premise_audit import FRESH
 from wqlab.experiments import Experiment, Parameters, gpu_records, scorer_audit
 from wqlab.registry import register
 from wqlab.types import Result, Value
@@ -90,7 +91,7 @@ def _values(data: pd.DataFrame) -> dict[str, Value]:
                 found[f"{name}_{row['scorer']}_{row['split']}{end}"] = (row[name + end], "1", name + end)
         found[f"base_rate_{row['split']}"] = (row["base_rate"], "1", "base_rate")
         found[f"questions_{row['split']}"] = (float(row["n"]), "questions", "auc")
-    for row in data[(data["part"] == "layer") & (data["stream"] == scorer_audit.FRESH)].to_dict("records"):
+    for row in data[(data["part"] == "layer") & (data["stream"] == FRESH)].to_dict("records"):
         found[f"auc_layer_{row['layer']:.0f}_{row['split']}"] = (row["auc"], "1", "auc")
     plans = data[data["part"] == "plan"]
     for row in plans.to_dict("records"):

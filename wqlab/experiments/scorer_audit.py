@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, NamedTuple
 
-from wqlab.bench.premise_audit import BEST, EARLY
+from wqlab.bench.premise_audit import BEST, EARLY, FRESH
 from wqlab.errors import MissingPartError
 from wqlab.evals import paired
 from wqlab.evals.premise import ALL_LAYERS, LAYER
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from wqlab.records import Record
 
 RECORD = "premise_audit"
-FRESH, DEVELOPMENT = answers.FRESH, answers.DEVELOPMENT
 FRAMES = (32, 100)
 #: Scorer as the audit calls it -> its key in tables and values, and its name in a figure.
 SCORERS = {

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from wqlab.experiments.scorer_audit import DEVELOPMENT, FRESH, NAMES
+from wqlab.bench.premise_audit import DEVELOPMENT, FRESH
+from wqlab.experiments.scorer_audit import NAMES
 from wqlab.figures import label
 from wqlab.registry import register
 from wqlab.types import Result

@@ -55,7 +55,7 @@ class TransformersQuantizedCache(QuantizedCache):  # type: ignore[misc]
     def __init__(self, model: Any, backend: Backend = "quanto", **options: Any) -> None:
         if backend not in (*_NEEDS, "fp8"):
             raise ParameterError(f"backend = {backend!r} is not one of quanto, hqq, fp8")
-        if backend in _NEEDS and not _found(_NEEDS[backend][0]):
+        if not is_installed(backend):
             raise MissingPartError(
                 f"transformers' QuantizedCache needs {_NEEDS[backend][1]} for backend {backend!r}: pip install {_NEEDS[backend][1]}"
             )
@@ -118,6 +118,11 @@ class TransformersQuantizedCache(QuantizedCache):  # type: ignore[misc]
         saved = f"{r['bytes_fp16'] / r['bytes_held']:.2f}x smaller than FP16" if r["bytes_held"] else "empty"
         bits = f"{r['bytes_held']:,} bytes, {r['bits_per_element']:.2f} bits/element"
         return f"{r['tokens']} tokens (transformers, {self.backend}): {bits}, {saved}"
+
+
+def is_installed(backend: Backend) -> bool:
+    """Return whether the package behind a backend is here; ``fp8`` needs none."""
+    return backend not in _NEEDS or _found(_NEEDS[backend][0])
 
 
 def _found(module: str) -> bool:
