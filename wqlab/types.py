@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
+
+from wqlab.errors import ParameterError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,6 +86,71 @@ class QuantSpec:
     num_bits: int
     window_size: int = 32
     granularity: Granularity = "window_channel"
+
+
+@dataclass(frozen=True)
+class VQSpec:
+    """A vector quantization VQ<vector_size, num_entries, num_residuals> (VQ-LLM, Sect. 2.2).
+
+    The paper writes entries as their number in places and as log2 in others; here they are always a number.
+
+    Parameters
+    ----------
+    vector_size : int
+        Elements that one index stands for.
+    num_entries : int
+        Entries of a codebook.
+    num_residuals : int
+        Codebooks whose entries are summed (residual or additive).
+    scope : str
+        What one codebook serves, for example ``"tensor"``, ``"tile 256x256"``, ``"head x 4 channels"``.
+    switch_axes : str
+        Axes along which the codebook changes, of R (residual), M, N (of a weight), H, C (head, channel) (Table III).
+
+    Raises
+    ------
+    ParameterError
+        For a size below 1.
+    """
+
+    vector_size: int
+    num_entries: int
+    num_residuals: int = 1
+    scope: str = "tensor"
+    switch_axes: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("vector_size", "num_entries", "num_residuals"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ParameterError(f"{name} = {value!r} is not a whole number, 1 or more")
+
+    def __str__(self) -> str:
+        return f"VQ<{self.vector_size},{self.num_entries},{self.num_residuals}>"
+
+    @property
+    def index_bits(self) -> int:
+        """Bits of one index: ``ceil(log2(num_entries))``."""
+        return max((self.num_entries - 1).bit_length(), 1)
+
+    @property
+    def code_bits(self) -> float:
+        """Bits per element of the indices alone; codebooks and scales come on top."""
+        return self.num_residuals * self.index_bits / self.vector_size
+
+    @classmethod
+    def parse(cls, text: str, **rest: str) -> VQSpec:
+        """Return the spec that ``"VQ<x,y,z>"`` writes; `rest` are `scope` and `switch_axes`.
+
+        Raises
+        ------
+        ParameterError
+            For other text.
+        """
+        found = re.fullmatch(r"VQ<\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*>", text.strip())
+        if found is None:
+            raise ParameterError(f"{text!r} is not VQ<vector_size,num_entries,num_residuals>, for example VQ<4,256,1>")
+        return cls(*map(int, found.groups()), **rest)
 
 
 @dataclass(frozen=True)

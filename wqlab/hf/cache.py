@@ -199,8 +199,6 @@ class QuantizedKVCache(SegmentsCache):
             quantizers.create(method, num_bits, window_size, granularity, role, **(method_options or {}))
             for role in ("key", "value")
         )
-        if key.target != "kv":
-            raise ParameterError(f"method {method!r} quantizes weights, not a KV cache")
         super().__init__(layers=[])
 
         def new_segments(layer_idx: int) -> LayerSegments:

@@ -187,9 +187,11 @@ def create(
     UnknownNameError
         For a method that does not exist.
     ParameterError
-        For a setting outside the method's limits, or an option it does not have.
+        For a method of weights, a setting outside the method's limits, or an option it does not have.
     """
     found: type[Quantizer] = registry.lookup("method", method)
+    if found.target != "kv":
+        raise ParameterError(f"method {method!r} quantizes weights, not a KV cache: apply it with wqlab.hf.quantize_linears")
     spec = QuantSpec(num_bits=num_bits, window_size=window_size, granularity=granularity)
     try:
         return found(spec, role, **options)
