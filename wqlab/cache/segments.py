@@ -142,15 +142,14 @@ class TensorSegments:
 
     def _encode(self, x: Tensor) -> None:
         encoded = self.quantizer.quantize(x)
-        self.packed = _append(self.packed, bitpack.pack(encoded.codes, encoded.spec.num_bits))
+        self.packed = _append(self.packed, bitpack.pack(encoded.codes, self.quantizer.code_bits))
         self.scale, self.minimum = _append(self.scale, encoded.scale), _append(self.minimum, encoded.minimum)
 
     def _decoded(self) -> Tensor | None:
         if self.packed is None or self.scale is None or self.minimum is None or self.storage_dtype is None:
             return None
-        spec = self.quantizer.spec
-        codes = bitpack.unpack(self.packed, spec.num_bits, self._head_dim)
-        return self.quantizer.dequantize(Quantized(codes, self.scale, self.minimum, spec, self.storage_dtype))
+        codes = bitpack.unpack(self.packed, self.quantizer.code_bits, self.quantizer.codes_per_token(self._head_dim))
+        return self.quantizer.dequantize(Quantized(codes, self.scale, self.minimum, self.quantizer.spec, self.storage_dtype))
 
     def _select(self, choose: Callable[[Tensor], Tensor], names: tuple[str, ...]) -> None:
         for name in names:

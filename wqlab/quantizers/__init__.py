@@ -35,7 +35,8 @@ class Quantized:
     Parameters
     ----------
     codes : Tensor
-        uint8 [batch, heads, seq, head_dim], one code per element, not packed (packing is the business of `wqlab.layouts`).
+        uint8 [batch, heads, seq, head_dim], one code per element (`Quantizer.codes_per_token` says where it is one per several),
+        not packed (packing is the business of `wqlab.layouts`).
     scale, minimum : Tensor
         In the source's dtype, four axes in the same order; an axis has length 1 where a group spans it, and axis 2 counts
         groups along the sequence. Batch is always axis 0 and sequence always axis 2, so that caches can select and append
@@ -78,6 +79,8 @@ class Quantizer(ABC):
         windows be read without decoding them first, as `wqlab.windowquant` does.
     takes_calibration : bool
         Whether the method has an option ``calibration``, and was published with one.
+    takes_codebooks : bool
+        Whether the method needs an option ``codebooks`` that was learnt from the model (`wqlab.quantizers.codebooks`).
     published_policy : str
         The cache policy that the method was published with; its defaults are the paper's numbers.
 
@@ -94,27 +97,46 @@ class Quantizer(ABC):
     relative_error: ClassVar[float | None] = None
     window_grids: ClassVar[bool] = True
     takes_calibration: ClassVar[bool] = False
+    takes_codebooks: ClassVar[bool] = False
     published_policy: ClassVar[str] = "windowed"
 
     def __init__(self, spec: QuantSpec, role: Role = "key") -> None:
-        if spec.num_bits not in self.supported_bits:
-            raise ParameterError(f"{self.name}: num_bits = {spec.num_bits!r} is not one of {_listed(self.supported_bits)}")
-        if spec.granularity not in self.supported_granularities:
-            known = _listed(self.supported_granularities)
-            raise ParameterError(f"{self.name}: granularity = {spec.granularity!r} is not one of {known}")
-        if isinstance(spec.window_size, bool) or not isinstance(spec.window_size, int) or spec.window_size < 1:
-            raise ParameterError(f"{self.name}: window_size = {spec.window_size!r} is not a whole number of tokens, 1 or more")
+        self.check_spec(spec)
         self.spec = spec
         self.role = role
+
+    @classmethod
+    def check_spec(cls, spec: QuantSpec) -> None:
+        """Raise ParameterError for bits, window size or granularity outside the method's limits."""
+        if spec.num_bits not in cls.supported_bits:
+            raise ParameterError(f"{cls.name}: num_bits = {spec.num_bits!r} is not one of {_listed(cls.supported_bits)}")
+        if spec.granularity not in cls.supported_granularities:
+            known = _listed(cls.supported_granularities)
+            raise ParameterError(f"{cls.name}: granularity = {spec.granularity!r} is not one of {known}")
+        if isinstance(spec.window_size, bool) or not isinstance(spec.window_size, int) or spec.window_size < 1:
+            raise ParameterError(f"{cls.name}: window_size = {spec.window_size!r} is not a whole number of tokens, 1 or more")
 
     @property
     def tokens_per_group(self) -> int:
         """Tokens that are encoded together: `seq` of `quantize` is a multiple of it. 1 for methods that work per token."""
         return self.spec.window_size
 
+    @property
+    def code_bits(self) -> int:
+        """Bits of one code; `spec.num_bits` counts bits per element, which is another number where a code stands for several."""
+        return self.spec.num_bits
+
+    def codes_per_token(self, head_dim: int) -> int:
+        """Return the codes of one token and head: `head_dim`, or fewer where a code stands for several elements."""
+        return head_dim
+
     def for_layer(self, layer_idx: int) -> Quantizer:
         """Return the quantizer of one layer; methods without a calibration are the same in all."""
         return self
+
+    def shared_nbytes(self) -> int:
+        """Return the bytes of what decoding needs beside the codes and belongs to the model, such as codebooks; 0 for most."""
+        return 0
 
     @abstractmethod
     def quantize(self, x: Tensor) -> Quantized:
