@@ -84,7 +84,7 @@ def encode(points: Tensor, table: Tensor) -> Tensor:
 def _encode(points: Tensor, table: Tensor) -> Tensor:
     entries = table.to(points.dtype) / 2
     absolute = entries.abs()
-    shifts = torch.tensor([-0.25, 0.25], dtype=points.dtype, device=points.device)
+    shifts = torch.arange(2, dtype=points.dtype, device=points.device) / 2 - 0.25
     moved = points - shifts[:, None, None]
     sizes = moved.abs()
     # Minus signs of the point are turned signs of the table, except in the last coordinate of patterns that are negative there.
