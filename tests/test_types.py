@@ -1,7 +1,8 @@
 import pandas as pd
 import pytest
 
-from wqlab.types import Evidence, Result, Value
+from wqlab.errors import ParameterError
+from wqlab.types import Evidence, Result, Value, VQSpec
 
 SIMULATED = Evidence(kind="simulated", source="a formula")
 
@@ -40,3 +41,34 @@ def test_results_refuse_what_has_no_evidence():
         Result("s", {}, data, {"x": SIMULATED}, values={"v": Value(1.0, "1", "z")})
     with pytest.raises(ValueError, match="finite"):
         Value(float("nan"), "1", "x")
+
+
+@pytest.mark.parametrize(
+    ("text", "bits", "index_bits"),
+    [
+        ("VQ<8,65536,2>", 4.0, 16),
+        ("VQ<8,4096,2>", 3.0, 12),
+        ("VQ<4,256,1>", 2.0, 8),
+        ("VQ<2, 256, 1>", 4.0, 8),
+        ("VQ<3,200,1>", 8 / 3, 8),
+    ],
+)
+def test_vq_specs_read_write_and_count_bits(text, bits, index_bits):
+    spec = VQSpec.parse(text, scope="tensor", switch_axes="R")
+    assert str(spec) == text.replace(" ", "")
+    assert VQSpec.parse(str(spec)) == VQSpec(spec.vector_size, spec.num_entries, spec.num_residuals)
+    assert spec.code_bits == pytest.approx(bits)
+    assert spec.index_bits == index_bits
+    assert (spec.scope, spec.switch_axes) == ("tensor", "R")
+
+
+@pytest.mark.parametrize("text", ["VQ<8,65536>", "VQ<8,-1,2>", "cq-2", "", "VQ<8,256,1>x"])
+def test_other_words_are_no_vq_spec(text):
+    with pytest.raises(ParameterError, match="is not VQ<vector_size"):
+        VQSpec.parse(text)
+
+
+@pytest.mark.parametrize("sizes", [(0, 256, 1), (4, 0, 1), (4, 256, 0), (4, True, 1), (4.0, 256, 1)])
+def test_vq_sizes_are_whole_numbers_from_one(sizes):
+    with pytest.raises(ParameterError, match="is not a whole number, 1 or more"):
+        VQSpec(*sizes)

@@ -66,7 +66,7 @@ def test_a_quantized_cache_is_read_as_plain_attention_reads_its_decoded_values(l
     twin = Setting().cache(known(0, 0))
     for index, layer in enumerate(quantized.cache.layers):
         twin.update(layer.segments.key.dequantize(), layer.segments.value.dequantize(), index)
-    same = Stream(loaded.model, twin, stream.branch, stream.lengths, stream.last).read(asked)
+    same = Stream(loaded.model, twin, stream.branch, stream.positions, stream.lengths, stream.last).read(asked)
     seen = quantized.read(asked)
     torch.testing.assert_close(seen, same, atol=1e-5, rtol=0)
     assert float((seen - stream.read(asked)).abs().max()) > 1e-2

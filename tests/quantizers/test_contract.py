@@ -2,6 +2,7 @@
 
 import sys
 import textwrap
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from wqlab.errors import NonFiniteError, ParameterError
 from wqlab.hf.cache import QuantizedKVCache
 from wqlab.hf.window_cache import WindowQuantCache
 from wqlab.ops.mixed_decode import PackedTensor
-from wqlab.quantizers import Quantizer, create
+from wqlab.quantizers import Quantizer, codebooks, create
+from wqlab.quantizers.codebooks import KVCodebooks
+from wqlab.quantizers.cq import VECTOR_SIZES
 
 PLUGIN = """
     import torch
@@ -62,22 +65,32 @@ def plugin(tmp_path, monkeypatch):
 def check_contract(method: str) -> None:
     """Assert the contract for every width and granularity that the method supports."""
     found = registry.lookup("method", method)
-    assert issubclass(found, Quantizer)
     assert found.name == method
-    if found.target != "kv":
-        return
+    if found.target == "weight":
+        return  # test_weight_contract
+    assert issubclass(found, Quantizer)
     x = (torch.randn(2, 2, 64, 16, generator=torch.Generator().manual_seed(0)) * 3 + 1).half()
     for bits in found.supported_bits:
         for granularity in found.supported_granularities:
+            options = needed(found, bits, x)
             for role in ("key", "value"):
-                check_one_side(create(method, bits, 32, granularity, role), x)
-            check_in_a_cache(method, bits, granularity, x)
+                check_one_side(create(method, bits, 32, granularity, role, **options), x)
+            check_in_a_cache(method, bits, granularity, x, options)
     constant = torch.full((1, 1, 32, 4), 2.0).half()
-    quantizer = create(method, found.supported_bits[-1], 32, found.supported_granularities[0])
+    options = needed(found, found.supported_bits[-1], constant)
+    quantizer = create(method, found.supported_bits[-1], 32, found.supported_granularities[0], **options)
     torch.testing.assert_close(quantizer.dequantize(quantizer.quantize(constant)), constant, atol=0.05, rtol=0)
     for bad in (float("nan"), float("inf")):
         with pytest.raises(NonFiniteError):
             quantizer.quantize(torch.full((1, 1, 32, 4), bad))
+
+
+def needed(found: type[Quantizer], bits: int, x: torch.Tensor) -> dict[str, Any]:
+    """Return the options without which the method cannot be made: codebooks, learnt from `x` itself."""
+    if not found.takes_codebooks:
+        return {}
+    entries, counts = codebooks.learn(x, VECTOR_SIZES[bits])
+    return {"codebooks": KVCodebooks(entries[None], entries[None], counts[None], counts[None])}
 
 
 def check_one_side(quantizer: Quantizer, x: torch.Tensor) -> None:
@@ -88,7 +101,9 @@ def check_one_side(quantizer: Quantizer, x: torch.Tensor) -> None:
     assert decoded.shape == x.shape
     assert decoded.dtype == x.dtype
     assert bool(torch.isfinite(decoded).all())
-    assert int(encoded.codes.max()) < 2**bits
+    assert encoded.codes.shape == (*x.shape[:3], quantizer.codes_per_token(x.shape[3]))
+    assert int(encoded.codes.max()) < 2**quantizer.code_bits
+    assert quantizer.code_bits * encoded.codes.shape[3] == bits * x.shape[3]
     step = float(x.max() - x.min()) / (2**bits - 1)
     if quantizer.relative_error is not None:
         step = 1.01 * quantizer.relative_error * float(x.abs().max())
@@ -98,12 +113,12 @@ def check_one_side(quantizer: Quantizer, x: torch.Tensor) -> None:
     assert torch.equal(quantizer.quantize(x[1:]).codes, encoded.codes[1:]), "batch rows depend on each other"
 
 
-def check_in_a_cache(method: str, bits: int, granularity: str, x: torch.Tensor) -> None:
-    cache = QuantizedKVCache(method, bits, granularity=granularity)
+def check_in_a_cache(method: str, bits: int, granularity: str, x: torch.Tensor, options: dict[str, Any]) -> None:
+    cache = QuantizedKVCache(method, bits, granularity=granularity, method_options=options)
     cache.update(x, x, 0)
     cost = 0.0
     for role in ("key", "value"):
-        quantizer = create(method, bits, 32, granularity, role)
+        quantizer = create(method, bits, 32, granularity, role, **options)
         decoded = quantizer.dequantize(quantizer.quantize(x))
         assert torch.equal(getattr(cache.layers[0].segments, role).dequantize(), decoded)
         cost += quantizer.bits_per_element(x.shape, x.dtype) / 2

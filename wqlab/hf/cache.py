@@ -20,6 +20,7 @@ from wqlab import quantizers
 from wqlab.cache import policies
 from wqlab.cache.segments import LayerSegments, TensorSegments
 from wqlab.errors import NonFiniteError, ParameterError, UnsupportedError
+from wqlab.hf.rotary import RotaryWatch, UnrotatedKeys
 from wqlab.types import Granularity
 
 
@@ -86,6 +87,10 @@ class SegmentsCache(Cache):  # type: ignore[misc]
         """Return the bytes held by all layers."""
         return sum(layer.segments.nbytes() for layer in self.layers)
 
+    def shared_nbytes(self) -> int:
+        """Return the bytes that decoding needs beside the cache and that belong to the model; 0 for most methods."""
+        return 0
+
     def report(self) -> dict[str, Any]:
         """Return what is held.
 
@@ -94,7 +99,8 @@ class SegmentsCache(Cache):  # type: ignore[misc]
         dict
             ``tokens`` per layer; ``tokens_per_width`` (bits -> tokens, summed over K and V of all layers); ``bytes_held``;
             ``bytes_fp16``, what the same elements take in FP16; ``bits_per_element``, metadata and padding included (0.0
-            for an empty cache).
+            for an empty cache); ``bytes_shared``, what belongs to the model and not to this cache, such as codebooks, and is in
+            none of the others.
         """
         widths: dict[int, int] = {}
         elements = 0
@@ -109,6 +115,7 @@ class SegmentsCache(Cache):  # type: ignore[misc]
             "bytes_held": held,
             "bytes_fp16": 2 * elements,
             "bits_per_element": 8 * held / elements if elements else 0.0,
+            "bytes_shared": self.shared_nbytes(),
         }
 
     def describe(self) -> str:
@@ -118,7 +125,8 @@ class SegmentsCache(Cache):  # type: ignore[misc]
         mix = ", ".join(f"{tokens / total:.0%} at {bits} bits" for bits, tokens in r["tokens_per_width"].items())
         saved = f"{r['bytes_fp16'] / r['bytes_held']:.2f}x smaller than FP16" if r["bytes_held"] else "empty"
         size = f"{r['bytes_held']:,} bytes, {r['bits_per_element']:.2f} bits/element"
-        return f"{r['tokens']} tokens ({mix or 'none'}): {size}, {saved}"
+        shared = f"; {r['bytes_shared']:,} bytes of codebooks belong to the model" if r["bytes_shared"] else ""
+        return f"{r['tokens']} tokens ({mix or 'none'}): {size}, {saved}{shared}"
 
 
 class QuantizedKVLayer(SegmentsLayer):
@@ -162,6 +170,10 @@ class QuantizedKVCache(SegmentsCache):
         ``torch.float16`` what it would hold on a GPU.
     method_options : mapping, optional
         The quantizer's own options, for example ``{"calibration": calibrate(model, input_ids=text)}``.
+    rotary : RotaryWatch, optional
+        ``watch_rotary(model)``: keys are held, and so encoded, as they are before their rotary positions. Codebooks that were
+        learnt from such keys need it; other methods take it too. Positions cost 4 bytes per token (12 with M-RoPE), once for all
+        layers.
     **policy_options
         For the policy: ``residual_length``, ``sink_windows``.
 
@@ -190,6 +202,7 @@ class QuantizedKVCache(SegmentsCache):
         granularity: Granularity = "window_channel",
         storage_dtype: torch.dtype | None = None,
         method_options: Mapping[str, Any] | None = None,
+        rotary: RotaryWatch | None = None,
         **policy_options: Any,
     ) -> None:
         if storage_dtype is not None and storage_dtype not in quantizers.DTYPES:
@@ -199,14 +212,39 @@ class QuantizedKVCache(SegmentsCache):
             quantizers.create(method, num_bits, window_size, granularity, role, **(method_options or {}))
             for role in ("key", "value")
         )
+        books = getattr(key, "codebooks", None)
+        if books is not None and (books.rotary == "before") != (rotary is not None):
+            needed = "pass rotary=watch_rotary(model)" if rotary is None else "leave rotary out"
+            raise ParameterError(f"these codebooks are of keys {books.rotary} the rotary positions: {needed}")
         super().__init__(layers=[])
+        self.rotary = rotary
 
         def new_segments(layer_idx: int) -> LayerSegments:
-            own = (side.for_layer(layer_idx) for side in (key, value))
-            sides = (TensorSegments(side, rules.for_role(side.role), storage_dtype) for side in own)
-            return LayerSegments(*sides)
+            sides = [(side.for_layer(layer_idx), rules.for_role(side.role), storage_dtype) for side in (key, value)]
+            keys = TensorSegments(*sides[0]) if rotary is None else UnrotatedKeys(rotary, *sides[0])
+            return LayerSegments(keys, TensorSegments(*sides[1]))
 
         self._new_segments = new_segments
+
+    def assume_positions(self, positions: Tensor) -> None:
+        """Say the positions [batch, seq] (M-RoPE: [axes, batch, seq]) of tokens that are appended without a pass of the model.
+
+        Nothing to do for a cache that keeps keys with their rotary positions.
+        """
+        if self.rotary is not None:
+            self.rotary.note(positions)
+
+    def nbytes(self) -> int:
+        """Return the bytes held by all layers; positions that layers share count once."""
+        held = (getattr(layer.segments.key, "positions", None) for layer in self.layers)
+        positions = {p.data_ptr(): p.nbytes for p in held if p is not None}
+        total: int = super().nbytes() + sum(positions.values())
+        return total
+
+    def shared_nbytes(self) -> int:
+        """Return the bytes of codebooks and the like, of the layers that are in use."""
+        layers: list[LayerSegments] = [layer.segments for layer in self.layers]
+        return sum(side.quantizer.shared_nbytes() for layer in layers for side in (layer.key, layer.value))
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append to layer `layer_idx`, creating layers as they are met; see `QuantizedKVLayer.update`."""

@@ -48,7 +48,7 @@ def read(path: Path, format_name: str) -> tuple[dict[str, Tensor], dict[str, str
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118: it is no dict
+            tensors = {name: file.get_tensor(name) for name in list(file.keys())}
     except (SafetensorError, OSError, ValueError) as error:
         raise DamagedFileError(f"{path} is damaged ({error}); it was left as it is: learn it again under another name") from error
     if about.get("format") != format_name:

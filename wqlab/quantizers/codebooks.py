@@ -14,6 +14,7 @@ from torch import Tensor
 
 from wqlab.errors import DamagedFileError, ParameterError, UnsupportedError
 from wqlab.quantizers import Role, artefact, check_finite, kmeans
+from wqlab.quantizers.weights import count_entries
 from wqlab.types import VQSpec
 
 #: Whether keys are coded as they are before the rotary positions, or behind them. Values have no positions.
@@ -60,7 +61,9 @@ class KVCodebooks:
         shapes = {tuple(t.shape) for t in (self.key, self.value)} | {(*t.shape, self.vector_size) for t in self._counts()}
         if len(shapes) != 1 or self.key.dim() != 5:
             found = ", ".join(f"{name} {list(getattr(self, name).shape)}" for name in _TENSORS)
-            raise ParameterError(f"codebooks: {found} must be [layers, heads, groups, entries, vector_size], counts without the last")
+            raise ParameterError(
+                f"codebooks: {found} must be [layers, heads, groups, entries, vector_size], counts without the last"
+            )
         if self.num_entries > 256:
             raise ParameterError(f"codebooks: {self.num_entries} entries are more than the 256 that an index of 8 bits can name")
         for name in ("key", "value"):
@@ -98,7 +101,9 @@ class KVCodebooks:
             For a layer that has none.
         """
         if layer_idx >= self.num_layers:
-            raise ParameterError(f"layer {layer_idx} has no codebooks: {self.num_layers} layers were learnt; learn them for this model")
+            raise ParameterError(
+                f"layer {layer_idx} has no codebooks: {self.num_layers} layers were learnt; learn them for this model"
+            )
         return (self.value if role == "value" else self.key)[layer_idx]
 
     def nbytes(self) -> int:
@@ -195,7 +200,9 @@ def look_up(codes: Tensor, entries: Tensor) -> Tensor:
     return entries.reshape(-1, vector_size)[codes.long() + first].flatten(-2)
 
 
-def learn(x: Tensor, vector_size: int, num_entries: int = 256, weights: Tensor | None = None, seed: int = 0) -> tuple[Tensor, Tensor]:
+def learn(
+    x: Tensor, vector_size: int, num_entries: int = 256, weights: Tensor | None = None, seed: int = 0
+) -> tuple[Tensor, Tensor]:
     """Learn the codebooks of one tensor by k-means from a k-means++ start.
 
     Parameters
@@ -233,5 +240,5 @@ def learn(x: Tensor, vector_size: int, num_entries: int = 256, weights: Tensor |
     limit = torch.finfo(torch.float16).max
     entries = found.entries.reshape(heads, groups, num_entries, vector_size).clamp(-limit, limit).half()
     codes = nearest_entries(x, entries)
-    counts = torch.stack([torch.bincount(c.flatten().long(), minlength=num_entries) for c in codes.permute(1, 3, 0, 2).flatten(0, 1)])
-    return entries, counts.reshape(heads, groups, num_entries)
+    books = codes.permute(1, 3, 0, 2).reshape(heads * groups, -1).long()
+    return entries, count_entries(books, num_entries).reshape(heads, groups, num_entries)

@@ -7,7 +7,7 @@ into every linear layer of a model.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -102,8 +102,8 @@ class QuantizedWeight:
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
         """Return it on `device`."""
-        moved = ({name: t.to(device) for name, t in getattr(self, part).items()} for part in PARTS)
-        return QuantizedWeight(self.method, *moved, self.shape, self.dtype, self.meta, self.losses)
+        codes, codebooks, scales = ({name: t.to(device) for name, t in getattr(self, part).items()} for part in PARTS)
+        return replace(self, codes=codes, codebooks=codebooks, scales=scales)
 
 
 PARTS = ("codes", "codebooks", "scales")

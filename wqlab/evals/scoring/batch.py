@@ -85,7 +85,8 @@ class VideoBatch:
             (key,), (value,) = layer.segments.key.parts(), layer.segments.value.parts()
             cache.update(key[:, :, : self.stop], value[:, :, : self.stop], index)
         rows = len(self.asked)
-        behind = Stream(self.model, cache, self.stream.branch[:, : self.stop], [self.stop] * rows, self.stream.last)
+        held = self.stream.branch[:, : self.stop], self.stream.positions[:, : self.stop]
+        behind = Stream(self.model, cache, *held, [self.stop] * rows, self.stream.last)
         width = max(map(len, self.asked))
         # Shorter questions are padded in front.
         asked = torch.tensor([[False] * (width - len(ids)) + [True] * len(ids) for ids in self.asked], device=self.video.device)

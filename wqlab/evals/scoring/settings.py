@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
 from wqlab import registry
 from wqlab.errors import ParameterError, UnknownNameError
 from wqlab.evals import pocketbench
-from wqlab.hf import QuantizedKVCache
-from wqlab.types import Granularity
+from wqlab.hf import QuantizedKVCache, watch_rotary
+from wqlab.quantizers.codebooks import Rotary
+from wqlab.types import Granularity, QuantSpec
 
 if TYPE_CHECKING:
     from wqlab.evals.scoring.batch import VideoBatch
-    from wqlab.quantizers.calibration import Calibration
 
 FULL = "fp16"
 
@@ -58,6 +58,8 @@ class Setting(CacheSetting):
     policy : {"span", "published"}
         ``span``: every whole window of the video is encoded and text is not, the same ground for all methods. ``published``: the
         method's own policy with its paper's defaults (residual window, sinks), over all tokens.
+    rotary : {"before", "after"}
+        For methods with codebooks: whether keys are coded as they are before the rotary positions or behind them.
 
     Raises
     ------
@@ -68,7 +70,8 @@ class Setting(CacheSetting):
 
     Notes
     -----
-    Methods that were published with a calibration get one, of the videos that `wqlab.evals.scoring.facts` names.
+    Methods that were published with a calibration, or that need codebooks, get them from the videos that
+    `wqlab.evals.scoring.facts` names.
     """
 
     method: str = FULL
@@ -77,8 +80,11 @@ class Setting(CacheSetting):
     window_size: int = 32
     sink_windows: int = 0
     policy: Literal["span", "published"] = "span"
+    rotary: Rotary = "before"
 
     def __post_init__(self) -> None:
+        if self.rotary not in get_args(Rotary):
+            raise ParameterError(f"rotary = {self.rotary!r} is refused: it must be {' or '.join(get_args(Rotary))}")
         if self.policy not in ("span", "published"):
             raise ParameterError(f"policy = {self.policy!r} is refused: it must be span or published")
         if self.method == FULL:
@@ -86,14 +92,21 @@ class Setting(CacheSetting):
                 raise ParameterError(f"method {FULL} holds 16 bits per number, not num_bits = {self.num_bits}; name a quantizer")
             return
         try:
-            supported = registry.lookup("method", self.method).supported_bits
+            found = registry.lookup("method", self.method)
         except UnknownNameError as error:
             raise UnknownNameError("method", self.method, [FULL, *error.known]) from error
+        if found.target != "kv":
+            raise ParameterError(f"method {self.method} quantizes weights, not a cache; see wqlab bench vq_quality")
+        supported = found.supported_bits
         if self.num_bits is None:
             raise ParameterError(f"method {self.method} needs num_bits: one of {', '.join(map(str, supported))}")
         if self.policy == "published" and self.sink_windows:
             raise ParameterError(f"sink_windows = {self.sink_windows} goes with policy span; a published policy has its own")
-        self._make(0, 0, None, None)  # refuses now what it would refuse later
+        # Refuse now what would be refused later.
+        if found.takes_codebooks:
+            found.check_spec(QuantSpec(self.num_bits, self.window_size, self.granularity))
+        else:
+            self._make(0, 0, None, {})
 
     @property
     def label(self) -> str:
@@ -102,6 +115,8 @@ class Setting(CacheSetting):
             return FULL
         sinks = f" sinks {self.sink_windows}" if self.sink_windows else ""
         policy = "" if self.policy == "span" else f" {self.policy}"
+        if registry.lookup("method", self.method).takes_codebooks:
+            return f"{self.method} {self.num_bits} bits, keys {self.rotary} RoPE{sinks}{policy}"
         return f"{self.method} int{self.num_bits} {self.granularity} {self.window_size}{sinks}{policy}"
 
     @property
@@ -111,10 +126,20 @@ class Setting(CacheSetting):
 
     def cache(self, batch: VideoBatch) -> Any:
         """Return an empty `QuantizedKVCache`."""
-        calibrated = self.method != FULL and registry.lookup("method", self.method).takes_calibration
-        return self._make(batch.start, batch.stop, batch.storage, batch.facts.calibration if calibrated else None)
+        known: dict[str, Any] = {}
+        rotary = None
+        if self.method != FULL and self.num_bits is not None:
+            found = registry.lookup("method", self.method)
+            if found.takes_calibration:
+                known["calibration"] = batch.facts.calibration
+            if found.takes_codebooks:
+                known["codebooks"] = batch.facts.codebooks(self.num_bits, self.rotary)
+                rotary = watch_rotary(batch.model) if self.rotary == "before" else None
+        return self._make(batch.start, batch.stop, batch.storage, known, rotary)
 
-    def _make(self, start: int, stop: int, storage_dtype: torch.dtype | None, calibration: Calibration | None) -> QuantizedKVCache:
+    def _make(
+        self, start: int, stop: int, storage_dtype: torch.dtype | None, known: dict[str, Any], rotary: Any = None
+    ) -> QuantizedKVCache:
         if self.method == FULL or self.num_bits is None:
             return QuantizedKVCache(policy="full", storage_dtype=storage_dtype)
         policy, options = registry.lookup("method", self.method).published_policy, {}
@@ -127,7 +152,8 @@ class Setting(CacheSetting):
             window_size=self.window_size,
             granularity=self.granularity,
             storage_dtype=storage_dtype,
-            method_options=None if calibration is None else {"calibration": calibration},
+            method_options=known,
+            rotary=rotary,
             **options,
         )
 

@@ -27,14 +27,17 @@ class Stream:
         Holds what was read.
     branch : Tensor
         int64 [batch, held], `Rows.branch` of the tokens in the cache.
+    positions : Tensor
+        int64 [batch, held], the rotary positions of these tokens.
     lengths : list of int
         Of each row's trunk.
     last : Tensor
         float32 [batch, vocabulary]: logits behind each row's trunk.
     """
 
-    def __init__(self, model: Any, cache: Any, branch: Tensor, lengths: list[int], last: Tensor) -> None:
-        self.model, self.cache, self.branch, self.lengths, self.last = model, cache, branch, lengths, last
+    def __init__(self, model: Any, cache: Any, branch: Tensor, positions: Tensor, lengths: list[int], last: Tensor) -> None:
+        self.model, self.cache, self.branch, self.positions = model, cache, branch, positions
+        self.lengths, self.last = lengths, last
 
     @classmethod
     def prefill(cls, model: Any, embeddings: Tensor) -> Stream:
@@ -46,17 +49,20 @@ class Stream:
             ).logits  # without a mask, which lets torch take its fastest attention
         batch, seq = embeddings.shape[:2]
         branch = torch.full((batch, seq), rows.TRUNK, dtype=torch.int64, device=embeddings.device)
-        return cls(model, cache, branch, [seq] * batch, logits[:, -1])
+        positions = torch.arange(seq, device=embeddings.device).expand(batch, seq)
+        return cls(model, cache, branch, positions, [seq] * batch, logits[:, -1])
 
     def moved_to(self, cache: Any) -> Stream:
         """Return a stream that has read the same and goes on in `cache`, an empty one that is filled from this stream's.
 
         The K and V of the prefill are handed over as they are: quantizing them costs no second pass through the model.
         """
+        if hasattr(cache, "assume_positions"):
+            cache.assume_positions(self.positions)
         for index, layer in enumerate(self.cache.layers):
             (key,), (value,) = layer.segments.key.parts(), layer.segments.value.parts()
             cache.update(key, value, index)
-        return Stream(self.model, cache, self.branch, self.lengths, self.last)
+        return Stream(self.model, cache, self.branch, self.positions, self.lengths, self.last)
 
     def read(self, trunks: Sequence[Sequence[int]], branches: Sequence[Sequence[Sequence[int]]] | None = None) -> Tensor:
         """Read one text per row, and branches behind it; the trunk grows by the text, branches are no part of it.
@@ -79,7 +85,7 @@ class Stream:
         if not length:
             return self.last.unsqueeze(1)
         device = self.branch.device
-        branch = new.branch.to(device)
+        branch, positions = new.branch.to(device), new.positions.to(device)
         embeddings = self.model.get_input_embeddings()(new.ids.to(device))
         # Added to the scores, because eager attention knows no boolean mask.
         hidden = ~rows.visible(self.branch, branch)
@@ -90,12 +96,13 @@ class Stream:
             logits: Tensor = self.model(
                 inputs_embeds=embeddings,
                 attention_mask=mask,
-                position_ids=new.positions.to(device),
+                position_ids=positions,
                 use_cache=True,
                 logits_to_keep=keep,
                 **cache_argument(self.model, self.cache),
             ).logits[:, -keep:]
         self.branch = torch.cat([self.branch, branch], dim=1)
+        self.positions = torch.cat([self.positions, positions], dim=1)
         self.lengths = [before + len(trunk) for before, trunk in zip(self.lengths, trunks, strict=True)]
         if not new.trunk:  # what stands behind the trunk was said by the pass that read it
             logits = torch.cat([self.last.unsqueeze(1), logits], dim=1)
