@@ -83,7 +83,7 @@ class AWQQuantizer(WeightQuantizer):
             losses.append((lost @ hessian * lost).sum())
         # A candidate that overflows is none; argmin would take NaN for the smallest.
         best = torch.stack(losses).nan_to_num_(nan=torch.inf).argmin()
-        scale = candidates[best]
+        scale = candidates[best].clone()  # not a view that keeps all candidates alive
         return grid.store(self.name, weight, grid.encode(source * scale.float()), scale)
 
     def dequantize(self, quantized: QuantizedWeight) -> Tensor:

@@ -116,7 +116,7 @@ class QuIPQuantizer(WeightQuantizer):
             self.name,
             {"codes": codes},
             {"patterns": torch.stack([table, table])},
-            {"step": steps.flatten(), "out_signs": out_signs, "in_signs": in_signs},
+            {"step": steps.reshape(2).contiguous(), "out_signs": out_signs, "in_signs": in_signs},
             (out, size),
             weight.dtype,
         )
