@@ -26,8 +26,6 @@ SIZE = 8
 PATTERNS = 256
 #: What `decode` returns is in units of one over this.
 UNITS = 4
-#: Points whose 256 scores are held at once, for each of the two shifts: 32 MiB per table of scores.
-_CHUNK = 16384
 #: The 29 patterns of squared norm 12 that the paper's authors chose, by the places of their three halves; the others are 3/2.
 _NORM_12 = "123 023 013 012 367 357 347 356 346 345 267 257 247 256 246 245 167 157 147 156 146 045 067 057 047 056 046 014 237"
 
@@ -72,39 +70,56 @@ def decode(codes: Tensor, table: Tensor) -> Tensor:
     return (entries * (2 - 4 * turned) + shift).to(torch.int8)
 
 
-def encode(points: Tensor, table: Tensor) -> Tensor:
-    """Return the codes of the codebook's nearest points, int16 [n], for `points` float32 or float64 [n, 8].
+class Nearest:
+    """Finds nearest points of the codebook. What depends on the table alone is worked out once, because LDLQ asks block by block.
 
     Exact: for each shift and pattern the best signs are those of the point itself, and where their parity is wrong, turning the
     coordinate `i` with the smallest ``a_i |y_i|`` costs the least, ``4 a_i |y_i|``. So 512 candidates stand for all 65,536.
+
+    Parameters
+    ----------
+    table : Tensor
+        int8 [256, 8]: `patterns`, its rows in any order.
+    dtype : {torch.float32, torch.float64}
+        Of the points. Candidates whose distances differ by less than its rounding may change places.
     """
-    return torch.cat([_encode(chunk, table) for chunk in torch.split(points, _CHUNK)])
 
+    def __init__(self, table: Tensor, dtype: torch.dtype = torch.float32) -> None:
+        self._entries = table.to(dtype) / 2
+        self._absolute = self._entries.abs()
+        self._norms = self._entries.square().sum(1)
+        self._negative = self._entries[:, -1] < 0
+        self._shifts = torch.arange(2, dtype=dtype, device=table.device) / 2 - 0.25
+        self._places = torch.arange(SIZE, device=table.device)
+        self._bits = 2 << self._places
+        self._bits[-1] = 0  # the eighth sign is not stored
 
-def _encode(points: Tensor, table: Tensor) -> Tensor:
-    entries = table.to(points.dtype) / 2
-    absolute = entries.abs()
-    shifts = torch.arange(2, dtype=points.dtype, device=points.device) / 2 - 0.25
-    moved = points - shifts[:, None, None]
-    sizes = moved.abs()
-    # Minus signs of the point are turned signs of the table, except in the last coordinate of patterns that are negative there.
-    wrong = ((moved < 0).sum(2, keepdim=True) + (entries[:, -1] < 0)) & 1
-    repair = sizes[..., :1] * absolute[:, 0]
-    for i in range(1, SIZE):
-        torch.minimum(repair, sizes[..., i : i + 1] * absolute[:, i], out=repair)
-    # Squared distance = |y|^2 - score, where y is the point before its shift: of one y, only the score differs between patterns.
-    score = 2 * (sizes @ absolute.T) - absolute.square().sum(1) - 4 * wrong * repair
-    best, pattern = score.max(2)
-    # |y - t|^2 = |y|^2 - 2 t sum(y) + 8 t^2 and t^2 is the same for both shifts.
-    shift = (best + 2 * shifts.unsqueeze(1) * points.sum(1)).argmax(0)
-    which = shift, torch.arange(points.shape[0], device=points.device)
-    moved, pattern = moved[which], pattern[which]
-    chosen = entries[pattern]
-    turned = (moved < 0) ^ (chosen < 0)
-    cheapest = (moved * chosen).abs().argmin(1, keepdim=True)
-    odd = turned.sum(1, keepdim=True) & 1 == 1
-    turned = turned ^ (torch.arange(SIZE, device=points.device) == cheapest) & odd
-    signs = (turned[:, :-1].int() << torch.arange(SIZE - 1, device=points.device, dtype=torch.int32)).sum(1)
-    bits = pattern << 8 | signs << 1 | shift
-    # The upper half of 16 bits is negative in int16.
-    return (bits - ((bits & 0x8000) << 1)).to(torch.int16)
+    def __call__(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the codes int16 [n] and the points that they stand for [n, 8], for `points` [n, 8].
+
+        About five tables of 512 scores per point are held at once: 1 GiB for 100,000 points.
+        """
+        moved = points - self._shifts[:, None, None]
+        sizes = moved.abs()
+        # A minus sign of the point is a turned sign of the table, except where a pattern is negative in its last coordinate.
+        wrong = ((moved < 0).sum(2, keepdim=True) + self._negative) & 1
+        repair = sizes[..., :1] * self._absolute[:, 0]
+        for i in range(1, SIZE):
+            torch.minimum(repair, sizes[..., i : i + 1] * self._absolute[:, i], out=repair)
+        # Squared distance = |y|^2 - score, where y is the point before its shift: of one y, only scores differ between patterns.
+        score = 2 * (sizes @ self._absolute.T) - self._norms - 4 * wrong * repair
+        best, pattern = score.max(2)
+        # |y - t|^2 = |y|^2 - 2 t sum(y) + 8 t^2, and t^2 is the same for both shifts.
+        shift = (best + 2 * self._shifts.unsqueeze(1) * points.sum(1)).argmax(0, keepdim=True)
+        pattern = pattern.gather(0, shift)[0]
+        shift = shift[0].unsqueeze(1)
+        moved = torch.where(shift == 1, moved[1], moved[0])
+        chosen = self._entries[pattern]
+        products = moved * chosen
+        turned = products < 0
+        cheapest = products.abs().argmin(1, keepdim=True)
+        turned = turned ^ ((self._places == cheapest) & (turned.sum(1, keepdim=True) & 1 == 1))
+        found = torch.where(turned, -chosen, chosen) + self._shifts[shift]
+        bits = (pattern << 8) + (turned * self._bits).sum(1) + shift[:, 0]
+        # The upper half of 16 bits is negative in int16.
+        return (bits - ((bits & 0x8000) << 1)).to(torch.int16), found

@@ -170,13 +170,13 @@ def _round(weight: Tensor, lower: Tensor, steps: Tensor, table: Tensor) -> tuple
     # A weight of zeros has step 0; dividing by 1 instead gives some code without 0/0, and the step makes it zero again.
     divisors = torch.where(steps > 0, steps, torch.ones_like(steps))
 
+    nearest = e8p.Nearest(table)
+
     def two_passes(block: int, target: Tensor) -> Tensor:
-        rounded = torch.zeros_like(target)
-        for which in range(2):
-            found = e8p.encode((target - rounded) / divisors[which], table)
-            codes[which, :, block] = found
-            rounded = rounded + e8p.decode(found, table) * (steps[which] / e8p.UNITS)
-        return rounded
+        codes[0, :, block], first = nearest(target / divisors[0])
+        first = first * steps[0]
+        codes[1, :, block], second = nearest((target - first) / divisors[1])
+        return first + second * steps[1]
 
     return codes, ldlq(weight, lower, e8p.SIZE, two_passes)
 
