@@ -1,0 +1,90 @@
+"""`cq_encode` in plain torch: what every kernel is held to, and how codes are judged."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: Numbers of the differences that are held at once: 256 MB in float32.
+_AT_ONCE = 2**26
+
+
+def encode(x: Tensor, entries: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the index of the nearest entry; of equally near ones the lowest.
+
+    Distances are compared from differences, so that a large common offset loses nothing.
+
+    Parameters
+    ----------
+    x : Tensor
+        [batch, heads, seq, head_dim], on any device.
+    entries : Tensor
+        [heads, groups, num_entries, vector_size].
+    dtype : torch.dtype
+        Of the computation; float64 for a tighter truth.
+
+    Returns
+    -------
+    Tensor
+        uint8 [batch, heads, seq, groups].
+    """
+    vectors, known = _vectors(x, entries, dtype)
+    codes = torch.empty(vectors.shape[:2], dtype=torch.uint8, device=x.device)
+    step = _step(entries)
+    for start in range(0, vectors.shape[1], step):
+        codes[:, start : start + step] = _distances(vectors[:, start : start + step], known).argmin(-1)
+    return _as_codes(codes, x, entries)
+
+
+def excess(x: Tensor, entries: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how much farther the entries that `codes` name are than the nearest ones, in float64.
+
+    Parameters
+    ----------
+    x, entries, codes : Tensor
+        As `encode` takes and returns them.
+
+    Returns
+    -------
+    excess, least : Tensor
+        float64 [batch, heads, seq, groups]: squared distance to the named entry less that to the nearest, and the latter. A code
+        that names no entry gives infinity.
+    """
+    vectors, known = _vectors(x, entries, torch.float64)
+    count = entries.shape[2]
+    named = codes.permute(1, 3, 0, 2).reshape(vectors.shape[:2]).long()
+    found, least = (torch.empty(vectors.shape[:2], dtype=torch.float64, device=x.device) for _ in range(2))
+    step = _step(entries)
+    for start in range(0, vectors.shape[1], step):
+        part = slice(start, start + step)
+        apart = _distances(vectors[:, part], known)
+        least[:, part] = apart.amin(-1)
+        chosen = apart.gather(-1, named[:, part].clamp(max=count - 1).unsqueeze(-1)).squeeze(-1)
+        found[:, part] = torch.where(named[:, part] < count, chosen - least[:, part], torch.inf)
+    return _as_codes(found, x, entries), _as_codes(least, x, entries)
+
+
+def _vectors(x: Tensor, entries: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return vectors [books, batch * seq, vector_size] and entries [books, num_entries, vector_size]."""
+    batch, heads, seq, _ = x.shape
+    _, groups, count, size = entries.shape
+    grouped = x.reshape(batch, heads, seq, groups, size).permute(1, 3, 0, 2, 4)
+    return grouped.reshape(heads * groups, batch * seq, size).to(dtype), entries.reshape(heads * groups, count, size).to(dtype)
+
+
+def _distances(vectors: Tensor, known: Tensor) -> Tensor:
+    """Return squared distances [books, rows, num_entries]."""
+    total = (vectors[:, :, None, 0] - known[:, None, :, 0]).square_()
+    for channel in range(1, known.shape[-1]):
+        total += (vectors[:, :, None, channel] - known[:, None, :, channel]).square_()
+    return total
+
+
+def _step(entries: Tensor) -> int:
+    return max(_AT_ONCE // entries[..., 0].numel(), 1)
+
+
+def _as_codes(values: Tensor, x: Tensor, entries: Tensor) -> Tensor:
+    """Return [books, batch * seq] as [batch, heads, seq, groups]."""
+    heads, groups = entries.shape[:2]
+    return values.reshape(heads, groups, x.shape[0], x.shape[2]).permute(2, 0, 3, 1).contiguous()
