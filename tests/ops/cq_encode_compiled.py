@@ -1,7 +1,7 @@
 """Compiles the kernel of `cq_encode` for one GPU architecture, without a GPU: ``... 90 '[{"vector_size": 2}]' FOLDER``.
 
-Prints one JSON object per case: registers, bytes spilled, shared memory, and its instructions by kind. A process of its own, because
-Triton's compiler and its interpreter do not share one.
+Prints one JSON object per case: registers, bytes spilled, shared memory, and its instructions by kind. A process of its own,
+because Triton's compiler and its interpreter do not share one.
 """
 
 import collections

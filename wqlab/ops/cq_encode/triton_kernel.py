@@ -99,11 +99,6 @@ class PreparedEntries:
         """Classes of entries, as in `Tiling`."""
         return int(self.exact.shape[1])
 
-    @property
-    def radius(self) -> Tensor:
-        """float64 [heads, groups]: the largest distance of an entry's coordinate from the mean of its book."""
-        return _radius(self.entries)
-
     def nbytes(self) -> int:
         """Return the bytes that the kernel may read; the entries as given not counted."""
         return self.table.nbytes + self.frame.nbytes + self.exact.nbytes
@@ -123,10 +118,10 @@ def prepare(entries: Tensor, classes: int = TILING.classes) -> PreparedEntries:
     books = heads * groups
     known = entries.reshape(books, count, size).double()
     mean = known.mean(1, keepdim=True).float().double()  # the kernel subtracts it in float32
-    radius = _radius(entries).reshape(books, 1, 1)
+    reach = radius(entries).reshape(books, 1, 1)
     # frexp gives [0.5, 1) * 2^e; e - 1 brings the radius into [1, 2), and a book of equal entries has none.
-    exponent = (1 - torch.frexp(radius).exponent).clamp(-_MOST_EXPONENT, _MOST_EXPONENT)
-    scale = torch.where(radius == 0, 1.0, torch.exp2(exponent.double()))
+    exponent = (1 - torch.frexp(reach).exponent).clamp(-_MOST_EXPONENT, _MOST_EXPONENT)
+    scale = torch.where(reach == 0, 1.0, torch.exp2(exponent.double()))
     centred = (known - mean) * scale
     high, low = _halves(centred)
     square_high, square_low = _halves(centred.square().sum(-1, keepdim=True) / 2)
@@ -143,7 +138,8 @@ def prepare(entries: Tensor, classes: int = TILING.classes) -> PreparedEntries:
     return PreparedEntries(entries, table, frame, exact)
 
 
-def _radius(entries: Tensor) -> Tensor:
+def radius(entries: Tensor) -> Tensor:
+    """Return the largest distance of an entry's coordinate from the mean of its book: float64 [heads, groups]."""
     known = entries.double()
     return (known - known.mean(2, keepdim=True).float().double()).abs().amax((2, 3))
 
@@ -158,7 +154,7 @@ def _columns(tile, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """Return the columns of [BLOCK, COUNT] as a tuple, in order."""
     if COUNT == 1:
         return (tl.reshape(tile, [BLOCK]),)
-    else:  # noqa: RET505 - compiled code needs both branches of a constant condition told apart
+    else:  # noqa: RET505 - Triton compiles what follows a return, but not the other branch of a constant
         first, second = tl.split(tl.permute(tl.reshape(tile, [BLOCK, 2, COUNT // 2]), (0, 2, 1)))
         return _columns(first, COUNT // 2, BLOCK) + _columns(second, COUNT // 2, BLOCK)
 
@@ -195,7 +191,7 @@ def _lower(best, score, TIMES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.cons
     """Return the least of `best` [BLOCK, WIDTH] and all of `score` [BLOCK, TIMES * WIDTH], column by column modulo WIDTH."""
     if TIMES == 1:
         return tl.minimum(best, tl.reshape(score, [BLOCK, WIDTH]))
-    elif TIMES == 2:
+    elif TIMES == 2:  # noqa: RET505
         first, second = tl.split(tl.permute(tl.reshape(score, [BLOCK, 2, WIDTH]), (0, 2, 1)))
         return tl.minimum(tl.minimum(first, second), best)
     else:
@@ -260,7 +256,7 @@ def _nearest(
     chosen = tl.min(key, 1) & (CLASSES - 1)
     if CLASSES == 256:
         return chosen
-    else:
+    else:  # noqa: RET505
         MEMBERS: tl.constexpr = 256 // CLASSES
         start = exact + chosen * (MEMBERS * VECTOR)
         members = tl.load(start[:, None] + tl.arange(0, MEMBERS * VECTOR)[None, :])
@@ -308,6 +304,33 @@ def _encode_kernel(
             packed |= tl.minimum(code, last) << (8 * i)  # only a vector of NaN is nearest to an entry that is not there
         out = codes + ((batch * heads + head) * seq + token) * (groups // BOOKS) + group // BOOKS
         tl.store(out, packed.to(codes.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=["rows", "seq", "count"])
+def _plain_kernel(
+    x, batch_stride, head_stride, token_stride, entries, codes, rows, seq, heads, groups, count,
+    VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A thread per vector, entry after entry."""
+    book = tl.program_id(1)
+    head, group = book // groups, book % groups
+    entries += book.to(tl.int64) * count * VECTOR
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    batch, token = (row // seq).to(tl.int64), (row % seq).to(tl.int64)
+    here = row < rows
+    start = x + batch * batch_stride + head * head_stride + token * token_stride + group * VECTOR
+    tile = tl.load(start[:, None] + tl.arange(0, VECTOR)[None, :], mask=here[:, None], other=0.0)
+    vector = _columns(tile.to(tl.float32), VECTOR, BLOCK)
+    least = tl.full([BLOCK], float("inf"), tl.float32)
+    code = tl.zeros([BLOCK], tl.int32)
+    for entry in range(count):
+        distance = tl.zeros([BLOCK], tl.float32)
+        for channel in tl.static_range(VECTOR):
+            apart = vector[channel] - tl.load(entries + entry * VECTOR + channel)
+            distance += apart * apart
+        code = tl.where(distance < least, entry, code)
+        least = tl.minimum(distance, least)
+    tl.store(codes + ((batch * heads + head) * seq + token) * groups + group, code.to(tl.uint8), mask=here)
 
 
 #: Whether TRITON_INTERPRET was set when this module was imported: the kernel then runs on the CPU, slowly.
@@ -365,6 +388,19 @@ def encode_into(codes: Tensor, x: Tensor, prepared: PreparedEntries, tiling: Til
             blocks, count - 1, VECTOR=size, BOOKS=books, BLOCK=tiling.block, COLUMNS=tiling.columns, CLASSES=tiling.classes,
             num_warps=tiling.num_warps, num_stages=1,
         )  # fmt: skip
+
+
+def encode_plainly(codes: Tensor, x: Tensor, entries: Tensor, block: int = 128) -> None:
+    """Write the codes of `x` into `codes` without tensor cores, in float32 from differences; the lowest index of equally near ones.
+
+    What `wqlab bench cq_encode` compares the kernel with. Arguments as of `reference.encode` and `encode_into`, contiguous.
+    """
+    batch, heads, seq, _ = x.shape
+    _, groups, count, size = entries.shape
+    with torch.cuda.device(x.device if x.is_cuda else -1):
+        _plain_kernel[(triton.cdiv(batch * seq, block), heads * groups)](
+            x, *x.stride()[:3], entries, codes, batch * seq, seq, heads, groups, count, VECTOR=size, BLOCK=block, num_warps=4
+        )
 
 
 @functools.cache
