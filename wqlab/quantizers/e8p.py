@@ -86,7 +86,7 @@ class Nearest:
 
     def __init__(self, table: Tensor, dtype: torch.dtype = torch.float32) -> None:
         self._entries = table.to(dtype) / 2
-        self._absolute = self._entries.abs()
+        self._twice = 2 * self._entries.abs().T
         self._norms = self._entries.square().sum(1)
         self._negative = self._entries[:, -1] < 0
         self._shifts = torch.arange(2, dtype=dtype, device=table.device) / 2 - 0.25
@@ -102,12 +102,12 @@ class Nearest:
         moved = points - self._shifts[:, None, None]
         sizes = moved.abs()
         # A minus sign of the point is a turned sign of the table, except where a pattern is negative in its last coordinate.
-        wrong = ((moved < 0).sum(2, keepdim=True) + self._negative) & 1
-        repair = sizes[..., :1] * self._absolute[:, 0]
+        wrong = ((moved < 0).sum(2, keepdim=True) & 1 == 1) ^ self._negative
+        repair = sizes[..., :1] * self._twice[0]
         for i in range(1, SIZE):
-            torch.minimum(repair, sizes[..., i : i + 1] * self._absolute[:, i], out=repair)
+            torch.minimum(repair, sizes[..., i : i + 1] * self._twice[i], out=repair)
         # Squared distance = |y|^2 - score, where y is the point before its shift: of one y, only scores differ between patterns.
-        score = 2 * (sizes @ self._absolute.T) - self._norms - 4 * wrong * repair
+        score = sizes @ self._twice - self._norms - torch.where(wrong, 2 * repair, 0)
         best, pattern = score.max(2)
         # |y - t|^2 = |y|^2 - 2 t sum(y) + 8 t^2, and t^2 is the same for both shifts.
         shift = (best + 2 * self._shifts.unsqueeze(1) * points.sum(1)).argmax(0, keepdim=True)
