@@ -61,8 +61,8 @@ def learn(
     The start is drawn with chances in proportion to weight times squared distance to what is drawn already, without the trials of
     greedy k-means++. An entry whose points weigh nothing moves to the point that loses most, the second such entry to the second
     such point. A book that has fewer different points than entries gets each point as an entry; the rest are zero, with count 0
-    (with weights per coordinate, some may be copies that differ in the last digit). Points that weigh nothing pull no entry, but are
-    assigned and counted.
+    (with weights per coordinate, some may be copies that differ in the last digit). Points that weigh nothing pull no entry, but
+    are assigned and counted.
 
     Distances are in float32 of points shifted to their mean and scaled to their range, so large offsets cost no precision. Sums are
     in fixed point: they do not depend on the order of the additions, so the same seed gives the same entries on one machine.
