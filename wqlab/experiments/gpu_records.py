@@ -57,11 +57,17 @@ def recorded(name: str, gpu: str, what: str) -> Record:
     MissingPartError
         When nobody measured it there yet, or it holds no time at all; says how to get one.
     """
+    record = needed(name, gpu, what)
+    if record.data["latency_us"].isna().all():
+        raise MissingPartError(f"the record of {what} on {gpu} holds no time; its column note says why: {how_to_get(name, gpu)}")
+    return record
+
+
+def needed(name: str, gpu: str, what: str) -> Record:
+    """Return the record of a bench on a GPU; raises MissingPartError, which says how to get one, when there is none."""
     record = find(name, gpu)
     if record is None:
         raise MissingPartError(f"there is no record of {what} on {gpu}: {how_to_get(name, gpu)}")
-    if record.data["latency_us"].isna().all():
-        raise MissingPartError(f"the record of {what} on {gpu} holds no time; its column note says why: {how_to_get(name, gpu)}")
     return record
 
 
