@@ -13,13 +13,32 @@ from pathlib import Path
 
 import torch
 import triton
-from mixed_decode_compiled import TYPES, Recorder, compiled, resources
+from mixed_decode_compiled import TYPES, Recorder, describe, resources
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from wqlab.ops.cq_encode import triton_kernel
 
 TYPES[torch.int16] = "*i16"  # codes of two books
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z0-9_]+)", re.MULTILINE)
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+
+
+class OptionsRecorder(Recorder):
+    """Keeps the compiler's options apart from the kernel's constants."""
+
+    def launch(self, *args, maxnreg, **rest):
+        super().launch(*args, **rest)
+        self.options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": maxnreg}
+
+
+def compiled(recorder, architecture):
+    names, constants, attributes = recorder.kernel.arg_names, {}, {}
+    signature = {n: describe(v, (i,), constants, attributes) for i, (n, v) in enumerate(zip(names, recorder.args, strict=False))}
+    for name, value in recorder.constants.items():
+        signature[name], constants[(names.index(name),)] = "constexpr", value
+    source = ASTSource(recorder.kernel, signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=recorder.options)
 
 
 def instructions(kernel, folder):
@@ -33,10 +52,10 @@ def instructions(kernel, folder):
 def main(architecture, cases, folder):
     for case in cases:
         size, groups = case["vector_size"], case.get("groups", 16)
-        tiling = triton_kernel.Tiling(*case.get("tiling", triton_kernel.TILING))
+        tiling = triton_kernel.Tiling(*case["tiling"]) if "tiling" in case else triton_kernel.TILINGS[size]
         x = torch.randn(1, 1, 64, groups * size).to(getattr(torch, case.get("dtype", "float16")))
-        prepared = triton_kernel.prepare(torch.randn(1, groups, 256, size), tiling.classes)
-        recorder = Recorder(triton_kernel._encode_kernel)
+        prepared = triton_kernel.prepare(torch.randn(1, groups, 256, size), x.dtype, tiling.classes)
+        recorder = OptionsRecorder(triton_kernel._encode_kernel)
         triton_kernel._encode_kernel = recorder
         triton_kernel.encode(x, prepared, tiling)
         triton_kernel._encode_kernel = recorder.kernel

@@ -55,18 +55,18 @@ QUICK = (Tokens(1, 48), Tokens(2, 1))
 #: CQ-4 and CQ-2.
 VECTOR_SIZES = (2, 4)
 NUM_ENTRIES = 256
-#: Other ways to compile the kernel: (block, num_warps, columns, classes, books), measured with `_TUNED` tokens.
-TILINGS = (
-    (128, 4, 64, 16, 2), (64, 4, 64, 16, 4), (128, 8, 64, 16, 4), (128, 8, 128, 16, 4), (64, 4, 128, 16, 2), (64, 2, 64, 16, 4),
-    (128, 4, 32, 64, 4), (128, 8, 64, 64, 4), (128, 4, 64, 256, 4),
-)  # fmt: skip
+#: Other ways to compile the kernel, by vector size, measured with `_TUNED` tokens; as `wqlab.ops.cq_encode.triton_kernel.Tiling`.
+TILINGS: dict[int, tuple[tuple[int, ...], ...]] = {
+    2: ((128, 4, 64, 16, 4), (128, 4, 32, 16, 4, 128), (64, 2, 64, 16, 4), (64, 4, 32, 16, 4, 128), (128, 8, 64, 16, 4, 128)),
+    4: ((128, 4, 64, 16, 4), (64, 4, 64, 64, 4), (64, 2, 64, 16, 2), (64, 4, 32, 32, 2, 128), (128, 8, 64, 32, 4, 128)),
+}
 _TUNED = Tokens(1, 4096)
 #: The slower ways are not asked to encode more than this.
 _MOST_SLOW_TOKENS = 4096
 #: torch's ways hold a distance to every entry; this many tokens are done at a time.
 _TOKENS_AT_ONCE = 1024
 #: A call that takes longer is timed alone, thrice, and not in a graph.
-_LONG_US = 3000.0
+_LONG_US = 1000.0
 #: Tokens whose codes are compared with float64.
 _CHECKED = 256
 SEED = 0
@@ -89,8 +89,8 @@ class CQEncodeBench(Bench):
     description = "encode a Llama-7B layer's keys and values with CQ codebooks against its linear projections (1 min, a GPU)"
     columns = {  # noqa: RUF012
         "op": "cq_encode",
-        "variant": "triton (the kernel), the same in another tiling, triton float32 (without tensor cores), or what torch offers",
-        "tiling": "of the kernel: vectors of a step, warps, entries of a product, classes of entries, books of a program",
+        "variant": "triton (the kernel), it in another tiling, triton float32 (no tensor cores), or one of torch's ways",
+        "tiling": "of the kernel: vectors of a step, warps, entries of a product, classes, books of a program, most registers",
         "vector_size": "channels that share a code: 2 for CQ-4, 4 for CQ-2",
         "num_entries": "entries of a codebook",
         "batch": "rows",
@@ -108,8 +108,7 @@ class CQEncodeBench(Bench):
         "share_of_linears": "latency_us / linears_us",
         "checked": "codes of keys that were compared with the nearest entries in float64",
         "mismatches": "of them that name another entry",
-        "excess_of_bound": "largest of (squared distance - least) / (RELATIVE * least + ABSOLUTE * radius^2), of the kernel's module; "
-        "1 is the kernel's limit",
+        "excess_of_bound": "largest of (squared distance - least) / what `reference.bound` of the op allows; 1 is the kernel's limit",
         "mse_ratio": "mean squared distance to the named entry over that to the nearest",
         "note": "what went wrong, else empty",
         "data": "what was encoded",
@@ -140,7 +139,7 @@ class CQEncodeBench(Bench):
             linears = _linears(layer, tokens, device, repeats)
             for size in VECTOR_SIZES:
                 case = _Case(layer, tokens, size, device)
-                for name, tiling, variant in _variants(tokens, device, quick):
+                for name, tiling, variant in _variants(tokens, size, device, quick):
                     progress.report(f"{tokens.batch} x {tokens.seq_len}, vectors of {size}, {name} {tiling}", i, len(all_tokens))
                     rows.append(
                         {
@@ -176,8 +175,8 @@ class CQEncodeBench(Bench):
     def headlines(self, data: pd.DataFrame) -> list[Headline]:
         """Return the time per token and layer at every number of tokens, beside the fastest of torch's own ways."""
         found = []
-        for key, rows in data.groupby(["vector_size", "batch", "seq_len"], sort=False):
-            size, batch, seq_len = (int(part) for part in key)  # type: ignore[union-attr]
+        for _, rows in data.groupby(["vector_size", "batch", "seq_len"], sort=False):
+            size, batch, seq_len = (int(rows.iloc[0][name]) for name in ("vector_size", "batch", "seq_len"))
             times = rows.set_index("variant")["us_per_token_layer"]
             ours = rows.loc[rows["variant"] == "triton", "us_per_token_layer"]
             if ours.notna().any():
@@ -230,12 +229,12 @@ class _Case:
         }  # fmt: skip
 
     def _errors(self) -> dict[str, Any]:
-        from wqlab.ops.cq_encode import reference, triton_kernel
+        from wqlab.ops.cq_encode import reference
 
         x, books = self.sides[0][0]
         part = slice(0, max(_CHECKED // x.shape[0], 1))
         excess, least = reference.excess(x[:, :, part], books.entries, books.codes[:, :, part])
-        bound = triton_kernel.RELATIVE * least + triton_kernel.ABSOLUTE * triton_kernel.radius(books.entries)[:, None].square()
+        bound = reference.bound(x[:, :, part], books.entries, least)
         return {
             "checked": excess.numel(), "mismatches": int((excess > 0).sum()), "excess_of_bound": float((excess / bound).max()),
             "mse_ratio": float((least + excess).mean() / least.mean()),
@@ -310,15 +309,18 @@ def _learnt(layer: Layer, size: int, generator: torch.Generator) -> tuple[Callab
     return draw, entries.half().float()
 
 
-def _variants(tokens: Tokens, device: torch.device, quick: bool) -> list[tuple[str, str, _Variant]]:
+def _variants(tokens: Tokens, size: int, device: torch.device, quick: bool) -> list[tuple[str, str, _Variant]]:
     """Return name, tiling and maker of launches of each variant that serves so many tokens."""
     found: list[tuple[str, str, _Variant]] = []
     if device.type == "cuda":
-        from wqlab.ops.cq_encode.triton_kernel import TILING
+        from wqlab.ops.cq_encode.triton_kernel import TILINGS as OWN
 
-        found.append(("triton", _named(TILING), functools.partial(_tensor_cores, TILING)))
+        tilings: list[tuple[int | None, ...]] = [tuple(OWN[size])]
         if tokens == _TUNED:
-            found += [("triton, other tiling", _named(t), functools.partial(_tensor_cores, t)) for t in TILINGS if t != TILING]
+            tilings += TILINGS[size]
+        for tiling in tilings:
+            name = "triton" if tiling == tilings[0] else "triton, other tiling"
+            found.append((name, _named(tiling), functools.partial(_tensor_cores, tiling)))
         if tokens.batch * tokens.seq_len <= _MOST_SLOW_TOKENS:
             found.append(("triton float32", "", _float32))
     if tokens.batch * tokens.seq_len <= _MOST_SLOW_TOKENS:
@@ -329,15 +331,15 @@ def _variants(tokens: Tokens, device: torch.device, quick: bool) -> list[tuple[s
     return found
 
 
-def _named(tiling: tuple[int, ...]) -> str:
-    return "-".join(map(str, tiling))
+def _named(tiling: tuple[int | None, ...]) -> str:
+    return "-".join(str(part) for part in tiling if part is not None)
 
 
-def _tensor_cores(tiling: tuple[int, ...], x: Tensor, books: Codebooks) -> Callable[[], object]:
+def _tensor_cores(tiling: tuple[Any, ...], x: Tensor, books: Codebooks) -> Callable[[], object]:
     from wqlab.ops.cq_encode import triton_kernel
 
     own = triton_kernel.Tiling(*tiling)
-    prepared = triton_kernel.prepare(books.entries, own.classes)
+    prepared = triton_kernel.prepare(books.entries, x.dtype, own.classes)
     return lambda: triton_kernel.encode_into(books.codes, x, prepared, own)
 
 

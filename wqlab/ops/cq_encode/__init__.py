@@ -43,8 +43,8 @@ def encode(x: Tensor, entries: Tensor | PreparedEntries, backend: Backend = "aut
         Keys or values [batch, heads, seq, head_dim] in float16, bfloat16 or float32. Finite, which is not checked: a vector that
         holds NaN gets some code that names an entry.
     entries : Tensor or PreparedEntries
-        float32 [heads, groups, num_entries, vector_size], at most 256 entries, ``head_dim = groups * vector_size``; or what
-        `prepare` makes of them, which spares the kernel that work at each call.
+        float32 [heads, groups, num_entries, vector_size], finite, at most 256 entries, ``head_dim = groups * vector_size``; or
+        what `prepare` makes of them for the dtype of `x`, which spares the kernel that work at each call.
     backend : {"auto", "triton", "reference"}
         ``auto`` takes the kernel for CUDA tensors that it can serve, else the reference, and on CUDA it then logs a warning.
         `explain` says why.
@@ -53,7 +53,8 @@ def encode(x: Tensor, entries: Tensor | PreparedEntries, backend: Backend = "aut
     -------
     Tensor
         uint8 [batch, heads, seq, groups]. Of equally near entries the reference takes the lowest index. The kernel may take
-        another where distances agree within ``RELATIVE`` and ``ABSOLUTE`` of `triton_kernel`.
+        another where distances agree within `reference.bound`; for float32 it has no tensor cores, and only roundings of
+        float32 tell the two apart.
 
     Raises
     ------
@@ -69,11 +70,23 @@ def encode(x: Tensor, entries: Tensor | PreparedEntries, backend: Backend = "aut
         return reference.encode(x, entries if isinstance(entries, Tensor) else entries.entries)
     from wqlab.ops.cq_encode import triton_kernel
 
-    return triton_kernel.encode(x, triton_kernel.prepare(entries) if isinstance(entries, Tensor) else entries)
+    if x.dtype != torch.float32:
+        return triton_kernel.encode(x, triton_kernel.prepare(entries, x.dtype) if isinstance(entries, Tensor) else entries)
+    known = entries if isinstance(entries, Tensor) else entries.entries
+    codes = torch.empty((*x.shape[:3], known.shape[1]), dtype=torch.uint8, device=x.device)
+    triton_kernel.encode_plainly(codes, x, known.contiguous())
+    return codes
 
 
-def prepare(entries: Tensor) -> PreparedEntries:
-    """Return codebooks as the kernel reads them, on the device of `entries`; about 10 KiB per (head, group).
+def prepare(entries: Tensor, dtype: torch.dtype = torch.float16) -> PreparedEntries:
+    """Return codebooks as the kernel reads them, on the device of `entries`; 10 or 12 KiB per (head, group).
+
+    Parameters
+    ----------
+    entries : Tensor
+        As of `encode`.
+    dtype : torch.dtype
+        Of the vectors that will be encoded: float16 or bfloat16.
 
     Raises
     ------
@@ -81,6 +94,8 @@ def prepare(entries: Tensor) -> PreparedEntries:
         As `encode`, and where triton is not installed.
     """
     _check_entries(entries)
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise UnsupportedError(f"codebooks are prepared for vectors of float16 or bfloat16, not {dtype}; pass them as they are")
     if (refusal := _why_not_triton(entries)) is not None:
         raise UnsupportedError(f"codebooks cannot be prepared for the kernel: {refusal}; pass the entries as they are")
     from wqlab.ops.cq_encode import triton_kernel

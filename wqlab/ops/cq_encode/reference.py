@@ -7,6 +7,8 @@ from torch import Tensor
 
 #: Numbers of the differences that are held at once: 256 MB in float32.
 _AT_ONCE = 2**26
+#: See `bound`.
+_RELATIVE, _ABSOLUTE = 2.0**-16, 2.0**-12
 
 
 def encode(x: Tensor, entries: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -62,6 +64,36 @@ def excess(x: Tensor, entries: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
         chosen = apart.gather(-1, named[:, part].clamp(max=count - 1).unsqueeze(-1)).squeeze(-1)
         found[:, part] = torch.where(named[:, part] < count, chosen - least[:, part], torch.inf)
     return _as_codes(found, x, entries), _as_codes(least, x, entries)
+
+
+def bound(x: Tensor, entries: Tensor, least: Tensor) -> Tensor:
+    """Return how much farther than the nearest entry, in squared distance, a kernel's choice may be.
+
+    ``2^-16 * least + 2^-12 * r * (r + |x| + |m|)``, where `r` is the largest distance of an entry's coordinate from the mean
+    `m` of its book and ``|.|`` the largest coordinate. The absolute part is that of two scores: 16 roundings of a sum up to
+    ``4 r (|x| + |m|)`` in float32 that cuts off, parts of entries that hold 22 bits, and keys that keep 15 bits or more; see
+    `wqlab.ops.cq_encode.triton_kernel`.
+
+    Parameters
+    ----------
+    x : Tensor
+        [batch, heads, seq, head_dim].
+    entries : Tensor
+        [heads, groups, num_entries, vector_size].
+    least : Tensor
+        [batch, heads, seq, groups]: squared distance to the nearest entry.
+
+    Returns
+    -------
+    Tensor
+        float64, like `least`.
+    """
+    known = entries.double()
+    mean = known.mean(2, keepdim=True)
+    radius = (known - mean).abs().amax((2, 3)).unsqueeze(1)  # [heads, 1, groups]
+    far = x.double().reshape(*x.shape[:3], entries.shape[1], entries.shape[3]).abs().amax(-1)
+    allowed: Tensor = _RELATIVE * least + _ABSOLUTE * radius * (radius + far + mean.abs().amax((2, 3)).unsqueeze(1))
+    return allowed
 
 
 def _vectors(x: Tensor, entries: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
