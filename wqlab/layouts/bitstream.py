@@ -54,7 +54,8 @@ def pack(codes: Tensor, num_bits: int) -> Tensor:
     if codes.numel() and not 0 <= int(wide.min()) <= int(wide.max()) < 2**num_bits:
         raise ParameterError(f"{LAYOUT}: codes from {int(wide.min())} to {int(wide.max())} do not fit {num_bits} bits")
     per_turn, bytes_per_turn = _turn(num_bits)
-    filled: Tensor = torch.nn.functional.pad(wide, (0, -size % per_turn)).unflatten(-1, (-1, per_turn))
+    filled: Tensor = torch.nn.functional.pad(wide, (0, -size % per_turn))
+    filled = filled.reshape(*codes.shape[:-1], -(-size // per_turn), per_turn)
     packed = torch.zeros(*filled.shape[:-1], bytes_per_turn, dtype=torch.int32, device=codes.device)
     for code in range(per_turn):
         first = code * num_bits
@@ -80,13 +81,14 @@ def unpack(packed: Tensor, num_bits: int, size: int) -> Tensor:
         raise ParameterError(f"{LAYOUT}: {size} codes of {num_bits} bits take {expected} bytes per row, got {packed.shape[-1]}")
     per_turn, bytes_per_turn = _turn(num_bits)
     filled: Tensor = torch.nn.functional.pad(packed, (0, -expected % bytes_per_turn)).to(torch.int32)
-    filled = filled.unflatten(-1, (-1, bytes_per_turn))
+    filled = filled.reshape(*packed.shape[:-1], -(-expected // bytes_per_turn), bytes_per_turn)
     codes = torch.zeros(*filled.shape[:-1], per_turn, dtype=torch.int32, device=packed.device)
     for code in range(per_turn):
         first = code * num_bits
         for byte in range(first // 8, (first + num_bits - 1) // 8 + 1):
             codes[..., code] |= _shift(filled[..., byte], 8 * byte - first)
-    return (codes & (2**num_bits - 1)).flatten(-2)[..., :size].contiguous()
+    whole: Tensor = (codes & (2**num_bits - 1)).flatten(-2)
+    return whole[..., :size].contiguous()
 
 
 def _turn(num_bits: int) -> tuple[int, int]:
