@@ -89,7 +89,7 @@ class CQEncodeBench(Bench):
     description = "encode a Llama-7B layer's keys and values with CQ codebooks against its linear projections (1 min, a GPU)"
     columns = {  # noqa: RUF012
         "op": "cq_encode",
-        "variant": "triton (the kernel), it in another tiling, triton float32 (no tensor cores), or one of torch's ways",
+        "variant": "triton (the kernel), the same in another tiling, triton float32 (no tensor cores), or a way of torch",
         "tiling": "of the kernel: vectors of a step, warps, entries of a product, classes, books of a program, most registers",
         "vector_size": "channels that share a code: 2 for CQ-4, 4 for CQ-2",
         "num_entries": "entries of a codebook",
@@ -108,7 +108,7 @@ class CQEncodeBench(Bench):
         "share_of_linears": "latency_us / linears_us",
         "checked": "codes of keys that were compared with the nearest entries in float64",
         "mismatches": "of them that name another entry",
-        "excess_of_bound": "largest of (squared distance - least) / what `reference.bound` of the op allows; 1 is the kernel's limit",
+        "excess_of_bound": "largest of (squared distance - least) / what the op's `reference.bound` allows; a kernel's limit is 1",
         "mse_ratio": "mean squared distance to the named entry over that to the nearest",
         "note": "what went wrong, else empty",
         "data": "what was encoded",

@@ -213,7 +213,7 @@ def _encode_kernel(
     COLUMNS: tl.constexpr, CLASSES: tl.constexpr,
 ):  # fmt: skip
     book = tl.program_id(1) * BOOKS
-    head, group = book // groups, book % groups
+    head, group = (book // groups).to(tl.int64), book % groups  # 64 bits: a long prompt has more elements than 32 can count
     table += book.to(tl.int64) * (256 * 16)
     exact += book.to(tl.int64) * (256 * VECTOR)
     for block in range(tl.program_id(0) * blocks, tl.minimum((tl.program_id(0) + 1) * blocks, tl.cdiv(rows, BLOCK))):
@@ -238,7 +238,7 @@ def _plain_kernel(
 ):  # fmt: skip
     """A thread per vector, entry after entry."""
     book = tl.program_id(1)
-    head, group = book // groups, book % groups
+    head, group = (book // groups).to(tl.int64), book % groups
     entries += book.to(tl.int64) * count * VECTOR
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     batch, token = (row // seq).to(tl.int64), (row % seq).to(tl.int64)
@@ -314,8 +314,8 @@ def encode_into(codes: Tensor, x: Tensor, prepared: PreparedEntries, tiling: Til
     dot = tl.float32 if INTERPRETED and x.dtype == torch.bfloat16 else _DOT[x.dtype]
     with torch.cuda.device(x.device if x.is_cuda else -1):
         _encode_kernel[(triton.cdiv(all_blocks, blocks), sets)](
-            x, *x.stride()[:3], prepared.table, prepared.exact, codes.view(_PACKS[books]), rows, seq, heads, groups, blocks, count - 1,
-            DOT=dot, PARTS=_PARTS[x.dtype], VECTOR=size, BOOKS=books, BLOCK=tiling.block, COLUMNS=tiling.columns,
+            x, *x.stride()[:3], prepared.table, prepared.exact, codes.view(_PACKS[books]), rows, seq, heads, groups, blocks,
+            count - 1, DOT=dot, PARTS=_PARTS[x.dtype], VECTOR=size, BOOKS=books, BLOCK=tiling.block, COLUMNS=tiling.columns,
             CLASSES=tiling.classes, num_warps=tiling.num_warps, num_stages=1, maxnreg=tiling.max_registers,
         )  # fmt: skip
 
