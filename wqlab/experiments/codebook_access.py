@@ -126,13 +126,19 @@ class CodebookAccess(Experiment[CodebookAccessParameters]):
             values=_values(methods),
             inputs=[record.input(), paper],
             notes=[
-                f"SmolLM2-135M, decoder layer 14: {p.weight} for weights, the {p.cache} cache over prose that no codebook learnt "
-                "from for CQ (keys before RoPE). Hot: above the mean by more than 3 standard deviations. Bars are means over all "
-                "codebooks of the recorded tensors, whiskers the least and the greatest codebook.",
+                f"SmolLM2-135M, decoder layer 14: {p.weight} for weights, the {p.cache} cache over {_tokens(books)}prose that no "
+                "codebook learnt from for CQ (keys before RoPE). Hot: above the mean by more than 3 standard deviations. Bars are "
+                "means over all codebooks of the recorded tensors, whiskers the least and the greatest codebook.",
                 "The paper counts in Llama-7B, per block of threads of one kernel; Table V does not list CQ-4. QuIP#'s two passes "
                 "share one table; once each is sorted by its own frequencies they need two, 4 KB.",
             ],
         )
+
+
+def _tokens(books: pd.DataFrame) -> str:
+    """Return how many tokens CQ's accesses were counted over, in words; nothing where CQ was not recorded."""
+    counted = books.loc[books["method"].isin(list(_CHANNELS)), "accesses"]
+    return "" if counted.empty else f"{counted.iloc[0]:,.0f} tokens of "
 
 
 def _methods(data: pd.DataFrame, tensors: dict[str, str]) -> pd.DataFrame:

@@ -134,7 +134,7 @@ def _bytes(axes: Axes, methods: pd.DataFrame, result: Result) -> None:
     text = label("Table V", result, "paper_kb")
     axes.plot(places[shown] + 0.27, methods["paper_kb"][shown], "*", color="black", markersize=8, label=text)
     for place, value in zip(places[shown], methods["paper_kb"][shown], strict=True):
-        axes.annotate(f"{value:g}", (place + 0.27, value), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=6.5)
+        axes.annotate(f"{value:g}", (place + 0.27, value), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=6.5)
     axes.set(yscale="log", ylabel="KB", title="Codebooks of a block")
     axes.set_ylim(0.7, 128 * 20)
     axes.set_yticks([1, 4, 16, 64, 256], ["1", "4", "16", "64", "256"])
