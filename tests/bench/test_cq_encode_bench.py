@@ -62,7 +62,7 @@ def test_a_variant_that_fails_or_errs_is_told(monkeypatch):
     assert (wrong["excess_of_bound"] > 1).all()
     assert (wrong["mse_ratio"] > 2).all()
     assert (wrong["mismatches"] > 0).all()
-    with pytest.raises(LimitError, match="8 of 8 rows of the kernel failed.*out of registers"):
+    with pytest.raises(LimitError, match=r"8 of 8 rows of the kernel failed.*out of registers"):
         CQEncodeBench().check(data)
 
 

@@ -17,6 +17,11 @@ NAN = float("nan")
 SMALL = [Tiling(32, 4, 32, 16, 4), Tiling(64, 4, 32, 32, 2), Tiling(64, 4, 32, 64, 1), Tiling(64, 2, 64, 256, 4)]
 
 
+def every(number, on_gpu):
+    """Return a number of examples; the interpreter is slow."""
+    return number if triton_kernel.INTERPRETED else on_gpu
+
+
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
     """Fill outputs with 255, which names no entry of a short book: whatever the kernel forgets to write shows."""
@@ -29,7 +34,7 @@ def poison(monkeypatch):
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
-def build(batch=1, heads=2, seq=33, groups=4, size=2, count=250, dtype=torch.float16, offset=0.0, spread=1.0, seed=0):
+def build(batch=1, heads=1, seq=33, groups=4, size=2, count=250, dtype=torch.float16, offset=0.0, spread=1.0, seed=0):
     """Return vectors and entries; no codebook has 256 entries unless it is asked for."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -66,7 +71,7 @@ def check(x, entries, tiling=None):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_default_tilings_name_the_nearest_entry(size, dtype):
-    x, entries = build(seq=140, heads=1, size=size, dtype=dtype, count=256)
+    x, entries = build(seq=140, size=size, dtype=dtype, count=256)
     codes = check(x, entries)
     assert (codes != reference.encode(x, entries, torch.float64)).float().mean() < 1e-2
 
@@ -79,7 +84,7 @@ def test_every_kind_of_tiling(tiling, size):
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 6, 8])
 def test_every_number_of_groups(groups):
-    check(*build(groups=groups, batch=2, seq=5), SMALL[0])
+    check(*build(groups=groups, heads=2, batch=2, seq=5), SMALL[0])
 
 
 @pytest.mark.parametrize("count", [1, 2, 16, 255, 256])
@@ -102,7 +107,7 @@ def test_vectors_far_from_every_entry():
 
 
 def test_entries_themselves_are_found():
-    _, entries = build(count=256, heads=1)
+    _, entries = build(count=256)
     entries = entries.half().float()
     x = entries[0].transpose(0, 1).reshape(1, 1, 256, -1).half()
     assert torch.equal(check(x, entries, SMALL[0])[0, 0].long(), torch.arange(256)[:, None].expand(-1, 4))
@@ -110,7 +115,7 @@ def test_entries_themselves_are_found():
 
 @pytest.mark.parametrize("value", [0.0, 5.0])
 def test_books_of_equal_entries(value):
-    x, entries = build(count=256)
+    x, entries = build(count=256, seq=5)
     entries.fill_(value)
     codes = triton_kernel.encode(x.to(DEVICE), triton_kernel.prepare(entries.to(DEVICE)))
     assert reference.excess(x, entries, codes.cpu())[0].eq(0).all()
@@ -151,7 +156,7 @@ def test_float32_has_the_reference_of_its_own():
 
 
 def test_prepared_entries_serve_the_public_call():
-    x, entries = build(heads=1, seq=3)
+    x, entries = build(seq=3)
     plain, prepared = (cq_encode.encode(x.to(DEVICE), e, backend="triton") for e in (entries.to(DEVICE), _prepared(entries)))
     assert torch.equal(plain, prepared)
     assert cq_encode.explain(x.to(DEVICE), _prepared(entries), "triton").reason == "asked for by name"
@@ -180,19 +185,19 @@ def test_the_bench_launches_what_it_names(monkeypatch):
     from wqlab.bench import cq_encode as bench
 
     monkeypatch.setattr(bench, "TILINGS", {2: tuple(map(tuple, SMALL[:1]))})
-    x, entries = build(heads=1, seq=40, count=256)
+    x, entries = build(seq=9, count=256)
     for name, _, variant in bench._variants(bench._TUNED, 2, torch.device("cuda"), quick=True):
-        books = bench.Codebooks(entries.to(DEVICE), torch.empty((1, 1, 40, 4), dtype=torch.uint8, device=DEVICE))
+        books = bench.Codebooks(entries.to(DEVICE), torch.empty((1, 1, 9, 4), dtype=torch.uint8, device=DEVICE))
         variant(x.to(DEVICE), books)()
         assert judged(x, entries, books.codes.cpu()) <= 1, name
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=every(6, on_gpu=30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_shape(data):
     draw = data.draw
     shape = {
-        "batch": draw(st.integers(1, 3)), "heads": draw(st.integers(1, 3)), "seq": draw(st.integers(1, 70)),
+        "batch": draw(st.integers(1, 3)), "heads": draw(st.integers(1, 2)), "seq": draw(st.integers(1, 40)),
         "groups": draw(st.integers(1, 6)), "size": draw(st.sampled_from([2, 4])), "count": draw(st.integers(1, 256)),
         "dtype": draw(st.sampled_from([torch.float16, torch.bfloat16])), "offset": draw(st.sampled_from([0.0, 10.0])),
         "seed": draw(st.integers(0, 99)),

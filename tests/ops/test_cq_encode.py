@@ -1,4 +1,4 @@
-"""The op `cq_encode`: its reference against brute force, how it picks a backend, and its kernel in the interpreter, compiled, run."""
+"""The op `cq_encode`: its reference against brute force, how it picks a backend, its kernel in the interpreter and compiled."""
 
 import json
 import os
@@ -97,7 +97,7 @@ def test_a_call_without_a_gpu_takes_the_reference_and_says_why():
         cq_encode.encode(x, entries, "triton")
     with pytest.raises(UnsupportedError, match="cannot be prepared for the kernel"):
         cq_encode.prepare(entries)
-    with pytest.raises(UnsupportedError, match="not torch.float32; pass them as they are"):
+    with pytest.raises(UnsupportedError, match=r"not torch.float32; pass them as they are"):
         cq_encode.prepare(entries, torch.float32)
 
 
