@@ -65,11 +65,18 @@ def test_the_reference_is_the_nearest_entry(data):
 def test_the_reference_in_parts(at_once, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     x, entries = torch.randn(2, 2, 7, 8, generator=generator), torch.randn(2, 4, 19, 2, generator=generator)
-    whole, (excess, least) = reference.encode(x, entries), reference.excess(x, entries, reference.encode(x, entries))
+    whole = brute_force(x, entries)
+    excess, least = reference.excess(x, entries, whole)
+    assert excess.eq(0).all()
     monkeypatch.setattr(reference, "_AT_ONCE", at_once)
-    assert torch.equal(reference.encode(x, entries), whole)
-    assert torch.equal(whole, brute_force(x, entries))
+    assert torch.equal(reference.encode(x, entries, torch.float64), whole)
     assert all(map(torch.equal, reference.excess(x, entries, whole), (excess, least)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nothing_to_encode(dtype):
+    for shape in ((0, 2, 3, 8), (1, 2, 0, 8)):
+        assert reference.encode(torch.zeros(shape), torch.zeros(2, 4, 5, 2), dtype).shape == (*shape[:3], 4)
 
 
 def test_excess_is_the_distance_beyond_the_nearest():
