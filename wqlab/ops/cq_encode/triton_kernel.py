@@ -39,7 +39,7 @@ _PARTS = {torch.float16: 2, torch.bfloat16: 3}
 _CONSTANT_PARTS = 3
 #: The largest factor of a book's table, as a power of two: float16 has room above, and its parts keep their bits.
 _TOP = 14
-#: More than half the largest square: rounding must not make the best score negative.
+#: The bias over the largest half square: more than 1, because rounding must not make the best score negative.
 _BIAS = 1.25
 #: Constant of an entry that a short book lacks: below every score that is not negative.
 _NOWHERE = -60000.0
