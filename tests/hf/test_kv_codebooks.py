@@ -162,7 +162,7 @@ def real():
 
 @pytest.mark.parametrize("num_bits", [2, 4])
 def test_on_real_keys_cq_is_below_round_to_nearest(real, num_bits):
-    """Held-out prose, one head of layers over the whole depth; RTN per channel over windows of 256, at 0.125 bits for its scales."""
+    """Held-out prose, one head of layers over the whole depth; RTN per channel over windows of 256: 0.125 bits for scales."""
     lost = {keys: [] for keys in (*real, "rtn")}
     for layer in (1, 14, 28):
         for keys, (learning, held_out) in real.items():

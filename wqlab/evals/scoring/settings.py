@@ -96,7 +96,7 @@ class Setting(CacheSetting):
         except UnknownNameError as error:
             raise UnknownNameError("method", self.method, [FULL, *error.known]) from error
         if found.target != "kv":
-            raise ParameterError(f"method {self.method} quantizes weights, not a cache; see wqlab bench vq_quality")
+            raise ParameterError(f"method {self.method} quantizes weights, not a cache; see wqlab bench vq_weights")
         supported = found.supported_bits
         if self.num_bits is None:
             raise ParameterError(f"method {self.method} needs num_bits: one of {', '.join(map(str, supported))}")
