@@ -77,13 +77,15 @@ class CodebookAccess(Experiment[CodebookAccessParameters]):
             row's rank, and ``relative``, the count over the book's mean. ``"heatmap"``: ``relative``, the count of the chosen
             method's hottest entries of book 0 (``rank``) in each ``run`` of positions over the run's mean. ``"books"``: the
             record's summary of each book of the chosen tensors. ``"methods"``: per method means over all recorded tensors and
-            books, the least and the greatest book of ``hot`` and ``below_mean``, ``kb`` of codebooks that a block of threads
-            needs at Llama-7B's sizes, ``kb_here`` at those of the chosen tensor, and what Table V prints.
+            their whole books, the least and the greatest such book of ``hot`` and ``below_mean``, ``kb`` of codebooks that a
+            block of threads needs at Llama-7B's sizes, ``kb_here`` at those of the chosen tensor, and what Table V prints. A
+            book is whole unless the tensor has one that is read more often: GPTVQ's tiles at an edge are smaller, and with few
+            reads per entry chance alone makes some hot. Llama-7B's sizes have no such tiles.
 
             ``values`` per method m: ``hot_m``, ``below_mean_m``, ``hot_share_m``, ``unused_m``, ``part_correlation_m``,
-            ``part_correlation_shuffled_m`` and ``hot_in_parts_m`` are means over all books of all recorded tensors, each book
-            alike; ``codebook_kb_m`` is ``kb``. ``below_mean_least`` and ``part_correlation_kept_least`` are those of the method
-            where they are least; the latter is the correlation between parts over that of shuffled positions.
+            ``part_correlation_shuffled_m`` and ``hot_in_parts_m`` are those means, each whole book alike; ``codebook_kb_m`` is
+            ``kb``. ``below_mean_least`` and ``part_correlation_kept_least`` are those of the method where they are least; the
+            latter is the correlation between parts over that of shuffled positions.
 
         Raises
         ------
@@ -128,7 +130,8 @@ class CodebookAccess(Experiment[CodebookAccessParameters]):
             notes=[
                 f"SmolLM2-135M, decoder layer 14: {p.weight} for weights, the {p.cache} cache over {_tokens(books)}prose that no "
                 "codebook learnt from for CQ (keys before RoPE). Hot: above the mean by more than 3 standard deviations. Bars are "
-                "means over all codebooks of the recorded tensors, whiskers the least and the greatest codebook.",
+                "means over the codebooks of the recorded tensors, whiskers the least and the greatest; GPTVQ's smaller tiles at "
+                "an edge are left out of them.",
                 "The paper counts in Llama-7B, per block of threads of one kernel; Table V does not list CQ-4. QuIP#'s two passes "
                 "share one table; once each is sorted by its own frequencies they need two, 4 KB.",
             ],
@@ -146,6 +149,8 @@ def _methods(data: pd.DataFrame, tensors: dict[str, str]) -> pd.DataFrame:
     import pandas as pd
 
     summaries = data[data["kind"] == "summary"]
+    most = summaries.groupby(["method", "tensor"])["accesses"].transform("max")
+    summaries = summaries[summaries["accesses"] == most]
     rows = []
     for method in PRINTED:
         mine = summaries[summaries["method"] == method]
