@@ -70,7 +70,8 @@ def _on_prose(prose: Prose, caches: tuple[CacheWay, ...]) -> Iterator[dict[str, 
 
 
 def _on_pocketbench(pocket: Pocket, caches: tuple[CacheWay, ...]) -> Iterator[dict[str, Any]]:
-    held = {way: setting(way) for way in caches if not way.fisher}  # Fisher weights come from predicted text
+    # Fisher weights come from predicted text, and own policies from over all tokens: both are judged on prose.
+    held = {way: setting(way) for way in caches if not way.fisher and way.policy == "windowed"}
     for split in SPLITS:
         table = pocket.ask(split, held.values(), keep=True)
         yield from answers(ABOUT_FULL, split, table, table[table["setting"] == FULL])

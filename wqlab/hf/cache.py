@@ -21,6 +21,7 @@ from wqlab.cache import policies
 from wqlab.cache.segments import LayerSegments, TensorSegments
 from wqlab.errors import NonFiniteError, ParameterError, UnsupportedError
 from wqlab.hf.rotary import RotaryWatch, UnrotatedKeys
+from wqlab.ops import cq_encode
 from wqlab.types import Granularity
 
 
@@ -208,10 +209,10 @@ class QuantizedKVCache(SegmentsCache):
         if storage_dtype is not None and storage_dtype not in quantizers.DTYPES:
             raise ParameterError(f"storage_dtype = {storage_dtype} is not one of {', '.join(map(str, quantizers.DTYPES))}")
         rules = policies.create(policy, window_size=window_size, **policy_options)
-        key, value = (
-            quantizers.create(method, num_bits, window_size, granularity, role, **(method_options or {}))
-            for role in ("key", "value")
-        )
+        options = dict(method_options or {})
+        if "codebooks" in options:
+            options.setdefault("encoder", cq_encode.encode)
+        key, value = (quantizers.create(method, num_bits, window_size, granularity, role, **options) for role in ("key", "value"))
         books = getattr(key, "codebooks", None)
         if books is not None and (books.rotary == "before") != (rotary is not None):
             needed = "pass rotary=watch_rotary(model)" if rotary is None else "leave rotary out"

@@ -5,7 +5,7 @@ Channel: Efficient Large Language Model Inference with Coupled Quantization", 20
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ class CQQuantizer(Quantizer):
         As in `Quantizer`; 4 or 2 bits. `granularity` and `window_size` say no more.
     codebooks : KVCodebooks
         With vectors of 2 channels for 4 bits and of 4 for 2 bits.
+    encoder : callable, optional
+        (x [batch, heads, seq, head_dim], entries in float32) -> codes, a faster way to the nearest entries than
+        `wqlab.quantizers.codebooks.nearest_entries`. A cache passes `wqlab.ops.cq_encode.encode`.
 
     Error
     -----
@@ -55,7 +58,13 @@ class CQQuantizer(Quantizer):
     takes_codebooks = True
     supported_granularities = ("window_channel",)
 
-    def __init__(self, spec: QuantSpec, role: Role = "key", codebooks: KVCodebooks | None = None) -> None:
+    def __init__(
+        self,
+        spec: QuantSpec,
+        role: Role = "key",
+        codebooks: KVCodebooks | None = None,
+        encoder: Callable[[Tensor, Tensor], Tensor] = nearest_entries,
+    ) -> None:
         super().__init__(spec, role)
         size = VECTOR_SIZES[spec.num_bits]
         if codebooks is None:
@@ -68,6 +77,7 @@ class CQQuantizer(Quantizer):
                 f"{self.name}: num_bits = {spec.num_bits} codes vectors of {size} channels, these codebooks are {codebooks.spec}"
             )
         self.codebooks = codebooks
+        self.encoder = encoder
         self.entries = codebooks.of(role, 0)
 
     @property
@@ -115,7 +125,7 @@ class CQQuantizer(Quantizer):
                 f"{groups * size}; learn them for this model"
             )
         nothing = x.new_empty(*x.shape[:3], 0)
-        return Quantized(nearest_entries(x, self._on(x.device)), nothing, nothing, self.spec, x.dtype)
+        return Quantized(self.encoder(x, self._on(x.device).float()), nothing, nothing, self.spec, x.dtype)
 
     def dequantize(self, quantized: Quantized) -> Tensor:
         """Return the entries that the codes name [batch, heads, seq, head_dim], in the source's dtype."""
