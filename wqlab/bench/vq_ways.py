@@ -59,7 +59,6 @@ WEIGHTS = (
     *(Weights("rtn_weight", {"num_bits": bits}) for bits in (4, 2)),
     *(Weights("awq", {"num_bits": bits}) for bits in (4, 2)),
     Weights("quip"),
-    Weights("aqlm"),
     Weights("gptvq"),
 )
 CACHES = (
