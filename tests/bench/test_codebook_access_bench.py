@@ -136,4 +136,6 @@ def test_a_quick_record_holds_weights_and_cache(tmp_path):
     assert (cache["entry_bytes"].eq(8.0)).all()
     assert data.loc[(data["kind"] == "sorted") & (data["tensor"] == "key"), "book"].nunique() == 8
     assert summaries["hot_share"].between(0, 1).all()
-    assert CodebookAccessBench().headlines(data) == []
+    headlines = CodebookAccessBench().headlines(data)
+    assert [h.claim for h in headlines] == ["table5-hot-quip", "table5-hot-cq-2"]
+    assert headlines[1].ours == pytest.approx(summaries.loc["cq_2", "hot"].mean())

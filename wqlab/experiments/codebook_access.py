@@ -42,7 +42,7 @@ class CodebookAccessParameters(Parameters):
 
     Parameters
     ----------
-    method : {"aqlm", "quip", "gptvq", "cq_4", "cq_2"}
+    method : {"quip", "aqlm", "gptvq", "cq_4", "cq_2"}
         Whose hottest entries are followed through the parts of the tensor.
     weight : {"mlp.down_proj", "mlp.gate_proj", "self_attn.q_proj"}
         The linear layer shown, of decoder layer 14 of SmolLM2, for quantizers of weights.
@@ -52,7 +52,7 @@ class CodebookAccessParameters(Parameters):
         Whose record; ``"cpu"`` is one of a machine without a GPU.
     """
 
-    method: Literal["aqlm", "quip", "gptvq", "cq_4", "cq_2"] = Field("aqlm", description="whose hottest entries are followed")
+    method: Literal["quip", "aqlm", "gptvq", "cq_4", "cq_2"] = Field("quip", description="whose hottest entries are followed")
     weight: Literal["mlp.down_proj", "mlp.gate_proj", "self_attn.q_proj"] = Field("mlp.down_proj", description="linear layer")
     cache: Literal["key", "value"] = Field("key", description="part of the cache, for CQ")
     gpu: str = Field("h200", description="whose record of accesses")
@@ -128,6 +128,7 @@ class CodebookAccess(Experiment[CodebookAccessParameters]):
             values=_values(methods),
             inputs=[record.input(), paper],
             notes=[
+                *_absent(methods),
                 f"SmolLM2-135M, decoder layer 14: {p.weight} for weights, the {p.cache} cache over {_tokens(books)}prose that no "
                 "codebook learnt from for CQ (keys before RoPE). Hot: above the mean by more than 3 standard deviations. Bars are "
                 "means over the codebooks of the recorded tensors, whiskers the least and the greatest; GPTVQ's smaller tiles at "
@@ -136,6 +137,12 @@ class CodebookAccess(Experiment[CodebookAccessParameters]):
                 "share one table; once each is sorted by its own frequencies they need two, 4 KB.",
             ],
         )
+
+
+def _absent(methods: pd.DataFrame) -> list[str]:
+    """Return a note that names the paper's methods that the record lacks; an empty list when it has all."""
+    names = [name for method, name in PRINTED.items() if method not in set(methods["method"])]
+    return [f"Not in this record, and in none of the means: {', '.join(names)}."] if names else []
 
 
 def _tokens(books: pd.DataFrame) -> str:
