@@ -110,7 +110,7 @@ COLUMNS = {
     "high": "the other end",
     "learn_s": "seconds of learning or encoding all layers, statistics of the inputs not included; empty when kept from before",
 }
-ON_GPU, ON_CPU, QUICK = Size(16, 1024, 256), Size(2, 512, 0), Size(1, 96, 2, 8)
+ON_GPU, ON_CPU, QUICK = Size(16, 1024, 256), Size(4, 1024, 0), Size(1, 96, 2, 8)
 
 
 class Prose(NamedTuple):
