@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #: A layer in the middle of 30, and its linear layers that are encoded: of three shapes.
 LAYER = 14
 LINEARS, QUICK_LINEARS = ("mlp.down_proj", "mlp.gate_proj", "self_attn.q_proj"), ("self_attn.k_proj",)
-METHODS = ("quip", "gptvq")
+METHODS = ("quip", "aqlm", "gptvq")
 CQ_BITS = (4, 2)
 #: Equal parts of a tensor, and the hottest entries that are followed through them (VQ-LLM, Fig. 9).
 PARTS, HOTTEST = 12, 24

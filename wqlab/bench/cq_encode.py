@@ -57,8 +57,8 @@ VECTOR_SIZES = (2, 4)
 NUM_ENTRIES = 256
 #: Other ways to compile the kernel, by vector size, measured with `_TUNED` tokens; as `wqlab.ops.cq_encode.triton_kernel.Tiling`.
 TILINGS: dict[int, tuple[tuple[int, ...], ...]] = {
-    2: ((128, 4, 64, 16, 4), (128, 4, 32, 16, 4, 128), (64, 2, 64, 16, 4), (64, 4, 32, 16, 4, 128), (128, 8, 64, 16, 4, 128)),
-    4: ((128, 4, 64, 16, 4), (64, 4, 64, 64, 4), (64, 2, 64, 16, 2), (64, 4, 32, 32, 2, 128), (128, 8, 64, 32, 4, 128)),
+    2: ((128, 4, 64, 16, 4), (128, 4, 32, 16, 4, 128), (128, 4, 32, 32, 4), (64, 4, 32, 16, 4, 128), (128, 8, 64, 16, 4, 128)),
+    4: ((128, 4, 64, 16, 4), (64, 4, 64, 64, 4), (128, 8, 64, 32, 4), (64, 4, 32, 32, 2, 128), (128, 8, 64, 32, 4, 128)),
 }
 _TUNED = Tokens(1, 4096)
 #: The slower ways are not asked to encode more than this.

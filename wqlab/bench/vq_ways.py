@@ -59,6 +59,7 @@ WEIGHTS = (
     *(Weights("rtn_weight", {"num_bits": bits}) for bits in (4, 2)),
     *(Weights("awq", {"num_bits": bits}) for bits in (4, 2)),
     Weights("quip"),
+    Weights("aqlm"),
     Weights("gptvq"),
 )
 CACHES = (

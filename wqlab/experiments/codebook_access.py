@@ -55,7 +55,7 @@ class CodebookAccessParameters(Parameters):
     method: Literal["quip", "aqlm", "gptvq", "cq_4", "cq_2"] = Field("quip", description="whose hottest entries are followed")
     weight: Literal["mlp.down_proj", "mlp.gate_proj", "self_attn.q_proj"] = Field("mlp.down_proj", description="linear layer")
     cache: Literal["key", "value"] = Field("key", description="part of the cache, for CQ")
-    gpu: str = Field("h200", description="whose record of accesses")
+    gpu: str = Field("cpu", description="whose record of accesses; cpu: of a machine without a GPU")
 
 
 @register("stem", "codebook_access")

@@ -16,12 +16,15 @@ from wqlab.registry import register
 from wqlab.types import Evidence, Input, Result, Value
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import pandas as pd
     from numpy.typing import NDArray
 
     from wqlab.records import Record
 
-WEIGHTS_RECORD, CACHES_RECORD, KEYS_RECORD = "vq_weights", "vq_caches", "vq_keys"
+_ACCURACY = {"vq_weights": "accuracy with quantized weights", "vq_caches": "accuracy with quantized caches"}
+KEYS_RECORD = "vq_keys"
 #: Tokens of prose whose keys teach the codebook, and tokens whose keys are drawn and judged.
 _LEARN, _SHOWN = 1024, 256
 _QUICK_LEARN, _QUICK_SHOWN = 160, 64
@@ -91,18 +94,17 @@ class VQQuality(Experiment[VQQualityParameters]):
         import pandas as pd
 
         p = parameters
-        weights = gpu_records.needed(WEIGHTS_RECORD, p.gpu, "accuracy with quantized weights")
-        caches = gpu_records.needed(CACHES_RECORD, p.gpu, "accuracy with quantized caches")
-        data = pd.concat([weights.data, caches.data], ignore_index=True)
+        records = [_record(name, p.gpu, what) for name, what in _ACCURACY.items()]
+        data = pd.concat([record.data for record in records], ignore_index=True)
         chosen = data[(data["exam"] == p.exam) | (data["exam"] == "layers")].drop(columns="learn_s")
         drawn, inputs, note = _points(p.model, p.layer, p.head, p.pair, p.keys, p.num_bits, p.quick)
         tables = [chosen, drawn]
         here = Evidence(kind="measured", source=f"keys of {p.model}, {note}", hardware=environment.hardware_line())
-        evidence = dict.fromkeys(("value", "low", "high", "code_bits", "codebook_bits", "total_bits"), _both(weights, caches))
+        evidence = dict.fromkeys(("value", "low", "high", "code_bits", "codebook_bits", "total_bits"), _all(records))
         evidence |= dict.fromkeys(("x", "y", "mse"), here)
         values = _values(data) | _point_values(drawn)
-        notes = [_describe(data, p.exam)]
-        rotary = gpu_records.find(KEYS_RECORD, p.gpu) or gpu_records.find(KEYS_RECORD, "cpu")
+        notes = [_describe(data, p.exam), *_lacking(records, p.gpu, p.exam)]
+        rotary = gpu_records.find(KEYS_RECORD, p.gpu)
         if rotary is None:
             notes.append(f"Errors before and behind rotary positions are missing: {gpu_records.how_to_get(KEYS_RECORD, p.gpu)}.")
         else:
@@ -122,7 +124,7 @@ class VQQuality(Experiment[VQQualityParameters]):
             data=pd.concat(tables, ignore_index=True),
             evidence=evidence,
             values=values,
-            inputs=[*inputs, weights.input(), caches.input()],
+            inputs=[*inputs, *(record.input() for record in records)],
             notes=[
                 *notes,
                 "Bits of weights count scales and codebooks: left end of a line, codes alone; right end, everything. A cache's "
@@ -132,10 +134,37 @@ class VQQuality(Experiment[VQQualityParameters]):
         )
 
 
-def _both(weights: Record, caches: Record) -> Evidence:
-    """Return the evidence of two records that one GPU's benches wrote; its file names both."""
-    one, other = weights.evidence(), caches.evidence()
-    return replace(one, source=f"{one.source}; {other.source}", file=f"{one.file}, {other.file}")
+def _record(name: str, gpu: str, what: str) -> Record:
+    """Return the record of `gpu`, or that of a machine without one, which `_lacking` says; raises MissingPartError for none."""
+    return gpu_records.find(name, gpu) or gpu_records.find(name, "cpu") or gpu_records.needed(name, gpu, what)
+
+
+def _all(records: list[Record]) -> Evidence:
+    """Return the evidence of several records; its words name each."""
+    found = [record.evidence() for record in records]
+
+    def joined(words: Iterable[str | None]) -> str:
+        return ", ".join(dict.fromkeys(str(word) for word in words))
+
+    return replace(
+        found[0],
+        source=joined(e.source for e in found),
+        hardware=joined(e.hardware for e in found),
+        file=joined(e.file for e in found),
+        commit=joined(e.commit for e in found),
+        date=joined(e.date for e in found),
+    )
+
+
+def _lacking(records: list[Record], gpu: str, exam: str) -> list[str]:
+    """Say which record is another machine's, and which has nothing for this exam."""
+    notes = []
+    for record in records:
+        if record.gpu != gpu:
+            notes.append(f"{record.name} is the record of a machine without a GPU: {gpu_records.how_to_get(record.name, gpu)}.")
+        if exam not in set(record.data["exam"]):
+            notes.append(f"{record.name} has nothing on {exam}.")
+    return notes
 
 
 def _describe(data: pd.DataFrame, exam: str) -> str:

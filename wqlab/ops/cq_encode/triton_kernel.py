@@ -75,7 +75,7 @@ class Tiling(NamedTuple):
 
 
 #: By vector size: what `encode` takes unless it is told otherwise. `wqlab bench cq_encode` compares them with others.
-TILINGS = {2: Tiling(128, 4, 32, 32, 4), 4: Tiling(128, 8, 64, 32, 4)}
+TILINGS = {2: Tiling(64, 2, 64, 16, 4), 4: Tiling(64, 2, 64, 16, 2)}
 
 
 @dataclass(frozen=True, eq=False)
