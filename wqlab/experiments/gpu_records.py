@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 def how_to_get(name: str, gpu: str) -> str:
     """Return where the record of a bench can come from, in words."""
     return (
-        f"take data/recorded/{gpu}/{name}.* from the project's repository, or measure it on such a GPU, in about a minute: "
-        f"wqlab bench {name}"
+        f"take data/recorded/{gpu}/{name}.* from the project's repository, or measure it on such a GPU: wqlab bench {name}"
     )
 
 

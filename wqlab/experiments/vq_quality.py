@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from wqlab.records import Record
 
-_ACCURACY = {"vq_weights": "accuracy with quantized weights", "vq_caches": "accuracy with quantized caches"}
+_ACCURACY = ("vq_caches", "vq_weights")
 KEYS_RECORD = "vq_keys"
 #: Tokens of prose whose keys teach the codebook, and tokens whose keys are drawn and judged.
 _LEARN, _SHOWN = 1024, 256
@@ -94,7 +94,9 @@ class VQQuality(Experiment[VQQualityParameters]):
         import pandas as pd
 
         p = parameters
-        records = [_record(name, p.gpu, what) for name, what in _ACCURACY.items()]
+        records = [record for name in _ACCURACY if (record := gpu_records.find(name, p.gpu)) is not None]
+        if not records:
+            gpu_records.needed(_ACCURACY[0], p.gpu, "accuracy with quantized weights and caches")
         data = pd.concat([record.data for record in records], ignore_index=True)
         chosen = data[(data["exam"] == p.exam) | (data["exam"] == "layers")].drop(columns="learn_s")
         drawn, inputs, note = _points(p.model, p.layer, p.head, p.pair, p.keys, p.num_bits, p.quick)
@@ -134,11 +136,6 @@ class VQQuality(Experiment[VQQualityParameters]):
         )
 
 
-def _record(name: str, gpu: str, what: str) -> Record:
-    """Return the record of `gpu`, or that of a machine without one, which `_lacking` says; raises MissingPartError for none."""
-    return gpu_records.find(name, gpu) or gpu_records.find(name, "cpu") or gpu_records.needed(name, gpu, what)
-
-
 def _all(records: list[Record]) -> Evidence:
     """Return the evidence of several records; its words name each."""
     found = [record.evidence() for record in records]
@@ -157,14 +154,10 @@ def _all(records: list[Record]) -> Evidence:
 
 
 def _lacking(records: list[Record], gpu: str, exam: str) -> list[str]:
-    """Say which record is another machine's, and which has nothing for this exam."""
-    notes = []
-    for record in records:
-        if record.gpu != gpu:
-            notes.append(f"{record.name} is the record of a machine without a GPU: {gpu_records.how_to_get(record.name, gpu)}.")
-        if exam not in set(record.data["exam"]):
-            notes.append(f"{record.name} has nothing on {exam}.")
-    return notes
+    """Say which record is missing, and which has nothing for this exam."""
+    found = {record.name: record for record in records}
+    notes = [f"{name} was not recorded on {gpu}: {gpu_records.how_to_get(name, gpu)}." for name in _ACCURACY if name not in found]
+    return notes + [f"{name} has nothing on {exam}." for name, record in found.items() if exam not in set(record.data["exam"])]
 
 
 def _describe(data: pd.DataFrame, exam: str) -> str:

@@ -63,7 +63,11 @@ def _dress(axes: Axes, result: Result, title: str, what: str, column: str) -> No
 
 def _weights(axes: Axes, result: Result) -> None:
     seen: set[str] = set()
-    for row in [*_chosen(result, "weights"), *_chosen(result, "both")]:
+    rows = [*_chosen(result, "weights"), *_chosen(result, "both")]
+    if not rows:
+        _missing(axes, "Weights of all linear layers")
+        return
+    for row in rows:
         _, factor = _AXES[row["metric"]]
         colour, value = _COLOURS[row["method"]], factor * row["value"]
         name = _NAMES[row["method"]] if row["method"] not in seen else None
@@ -87,8 +91,17 @@ def _weights(axes: Axes, result: Result) -> None:
     axes.legend(fontsize=7.5)
 
 
+def _missing(axes: Axes, title: str) -> None:
+    axes.set_title(title)
+    axes.text(0.5, 0.5, "not recorded: the caption\nsays how to get it", ha="center", va="center", transform=axes.transAxes)
+    axes.set_axis_off()
+
+
 def _cache(axes: Axes, result: Result) -> None:
     seen: set[tuple[Any, ...]] = set()
+    if not _chosen(result, "cache"):
+        _missing(axes, "KV cache")
+        return
     for row in _chosen(result, "cache"):
         if row["method"] == "fp16":
             continue
@@ -131,11 +144,11 @@ def _points(axes: Axes, result: Result) -> None:
 
 def _rotary(axes: Axes, result: Result) -> None:
     rows = result.data[result.data["part"] == "rotary"]
-    axes.set_title("Error on held-out keys and values of videos")
+    title = "Error on held-out keys and values of videos"
     if rows.empty:
-        axes.text(0.5, 0.5, "not recorded: the caption\nsays how to get it", ha="center", va="center", transform=axes.transAxes)
-        axes.set_axis_off()
+        _missing(axes, title)
         return
+    axes.set_title(title)
     places = [("key", "before"), ("key", "after"), ("key", "mrope"), ("value", "")]
     names = ["keys\nbefore RoPE", "keys\nbehind RoPE", "keys\nbehind M-RoPE", "values"]
     ways = [("rtn", 4), ("cq", 4), ("rtn", 2), ("cq", 2)]

@@ -1,7 +1,7 @@
 """Quantizers of weights: what one linear layer becomes, exactly as it is stored, and what its inputs say about which error matters.
 
-A file of this package that registers one `WeightQuantizer` under kind ``"method"`` is a method of weights; `wqlab.hf.linears` puts it
-into every linear layer of a model.
+A file of this package that registers one `WeightQuantizer` under kind ``"method"`` is a method of weights; `wqlab.hf.linears` puts
+it into every linear layer of a model.
 """
 
 from __future__ import annotations
@@ -188,7 +188,8 @@ class WeightQuantizer(ABC):
         if weight.dim() != 2 or 0 in weight.shape:
             raise UnsupportedError(f"{self.name}: shape {list(weight.shape)} is not [out_features, in_features] of 1 or more each")
         if weight.dtype not in DTYPES:
-            raise UnsupportedError(f"{self.name}: dtype {weight.dtype} is not one of {', '.join(map(str, DTYPES))}; convert it first")
+            known = ", ".join(map(str, DTYPES))
+            raise UnsupportedError(f"{self.name}: dtype {weight.dtype} is not one of {known}; convert it first")
         if stats.mean_abs.shape[0] != weight.shape[1]:
             raise ParameterError(
                 f"{self.name}: statistics of {stats.mean_abs.shape[0]} inputs do not belong to a layer of {weight.shape[1]}"
