@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 def how_to_get(name: str, gpu: str) -> str:
     """Return where the record of a bench can come from, in words."""
-    return (
-        f"take data/recorded/{gpu}/{name}.* from the project's repository, or measure it on such a GPU: wqlab bench {name}"
-    )
+    return f"take data/recorded/{gpu}/{name}.* from the project's repository, or measure it on such a GPU: wqlab bench {name}"
 
 
 def find(name: str, gpu: str) -> Record | None:

@@ -247,4 +247,3 @@ def count_entries(indices: Tensor, num_entries: int) -> Tensor:
     books = indices.shape[0]
     shifted = indices + torch.arange(books, device=indices.device).unsqueeze(1) * num_entries
     return torch.bincount(shifted[indices >= 0], minlength=books * num_entries).reshape(books, num_entries)
-

@@ -55,9 +55,7 @@ class ModelFacts:
     def codebooks(self, num_bits: int, rotary: Rotary) -> KVCodebooks:
         """Return CQ's codebooks, learnt once from those videos with their questions (all tokens alike)."""
         if (num_bits, rotary) not in self._codebooks:
-            self._codebooks[num_bits, rotary] = learn_codebooks(
-                self._loaded.model, num_bits, rotary, inputs_embeds=self.embeddings
-            )
+            self._codebooks[num_bits, rotary] = learn_codebooks(self._loaded.model, num_bits, rotary, inputs_embeds=self.embeddings)
         return self._codebooks[num_bits, rotary]
 
     @cached_property
