@@ -139,8 +139,8 @@ class VQSpec:
         return self.num_residuals * self.index_bits / self.vector_size
 
     @classmethod
-    def parse(cls, text: str, **rest: str) -> VQSpec:
-        """Return the spec that ``"VQ<x,y,z>"`` writes; `rest` are `scope` and `switch_axes`.
+    def parse(cls, text: str, scope: str = "tensor", switch_axes: str = "") -> VQSpec:
+        """Return the spec that ``"VQ<x,y,z>"`` writes.
 
         Raises
         ------
@@ -150,7 +150,8 @@ class VQSpec:
         found = re.fullmatch(r"VQ<\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*>", text.strip())
         if found is None:
             raise ParameterError(f"{text!r} is not VQ<vector_size,num_entries,num_residuals>, for example VQ<4,256,1>")
-        return cls(*map(int, found.groups()), **rest)
+        vector_size, num_entries, num_residuals = map(int, found.groups())
+        return cls(vector_size, num_entries, num_residuals, scope, switch_axes)
 
 
 @dataclass(frozen=True)
