@@ -160,12 +160,15 @@ class AQLMQuantizer(WeightQuantizer):
         pull = errors @ hessian
         # The codebooks take turns in giving the candidates.
         first = sweep % self.num_residuals
-        for group in range(codes.shape[2]):
+        groups = torch.arange(codes.shape[2], device=source.device)
+        blocks = hessian.reshape(len(groups), size, len(groups), size)[groups, :, groups]
+        # All at once: each factorization by itself would wait for the device.
+        metrics = torch.linalg.cholesky(blocks)
+        inverses = torch.cholesky_inverse(metrics)
+        for group, (block, metric, inverse) in enumerate(zip(blocks, metrics, inverses, strict=True)):
             own = slice(group * size, (group + 1) * size)
-            block = hessian[own, own]
-            metric = torch.linalg.cholesky(block)
             # Without this group's own error, what the others ask of it.
-            asked = torch.linalg.solve(block, (pull[:, own] - errors[:, own] @ block).T).T
+            asked = (pull[:, own] - errors[:, own] @ block) @ inverse
             target = (source[:, own] - asked) / state.scale @ metric
             chosen = self._search(target, state.entries @ metric, codes[:, :, group], first)
             codes[:, :, group] = chosen
