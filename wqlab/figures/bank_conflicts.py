@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.ticker import FixedFormatter, FixedLocator
 
 from wqlab.figures import label
 from wqlab.registry import register
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 COLOURS = {"contiguous": "#D55E00", "padded": "#E69F00", "swizzled": "#56B4E9", "replicated": "#009E73"}
 #: FP16 elements that 32 banks of 4 bytes give per clock.
 _LIMIT = 64
+#: Ticks are given as locators: `set_ticks` would make every tick at once, though a slider's redraw shows none anew.
+_BANKS = (0, 8, 16, 24, 31)
 
 
 @register("figure", "bank_conflicts")
@@ -40,7 +43,8 @@ def _heat(axes: Axes, rows: pd.DataFrame, result: Result) -> None:
     share = 100 * rows["share"].to_numpy(dtype=float).reshape(-1, 32).T
     # Entries that nobody loads from here stay white.
     axes.imshow(np.where(share > 0, share, np.nan), aspect="auto", interpolation="nearest", cmap="viridis_r", origin="lower")
-    axes.set(xlabel="entry, the most frequent first", ylabel="bank", yticks=(0, 8, 16, 24, 31))
+    axes.set(xlabel="entry, the most frequent first", ylabel="bank")
+    axes.yaxis.set_major_locator(FixedLocator(_BANKS))
     axes.set_title(f"{p['scheme']}: {p['num_entries']:,} entries of {p['entry_bytes']} bytes (dark: looked up often)")
     axes.grid(False)
     if p["n_reg"]:
@@ -54,7 +58,8 @@ def _banks(axes: Axes, rows: pd.DataFrame, result: Result) -> None:
     share = 100 * rows["share"].to_numpy(dtype=float)
     axes.stairs(share, np.arange(33) - 0.5, orientation="horizontal", fill=True, color=COLOURS[result.parameters["scheme"]])
     axes.axvline(100 / 32, color="0.35", linewidth=1, linestyle=":")
-    axes.set(ylim=(-0.5, 31.5), yticks=(0, 8, 16, 24, 31), ylabel="bank")
+    axes.set(ylim=(-0.5, 31.5), ylabel="bank")
+    axes.yaxis.set_major_locator(FixedLocator(_BANKS))
     axes.set_xlim(0, _rounded(share.max(), 6.25))
     axes.set_xlabel(label("share of the loaded words, %", result, "share"))
     axes.set_title("Load of each bank (dotted: even)")
@@ -81,7 +86,7 @@ def _histogram(axes: Axes, rows: pd.DataFrame, result: Result) -> None:
         # One collection per layout instead of a patch per bar; the panel is about 430 points wide.
         axes.vlines(places, 0, heights, color=COLOURS[scheme], linewidth=430 * step / (most + 1), capstyle="butt", label=text)
     axes.set(xlabel="wavefronts of a warp's load", xlim=(-0.5, most + 0.5), ylim=(0, 105))
-    axes.set_xticks(np.arange(0, most + 1, most / 8))
+    axes.xaxis.set_major_locator(FixedLocator([most / 8 * tick for tick in range(9)]))
     axes.set_ylabel(label("loads, %", result, "loads"))
     axes.set_title("How often a load is served in how many wavefronts")
     for handle in axes.legend(loc="upper right", fontsize=7.5).legend_handles:
@@ -97,7 +102,8 @@ def _rates(axes: Axes, rows: pd.DataFrame, result: Result) -> None:
         text = f" {height:.3g}  ({wavefronts:.3g} wavefronts)" if np.isfinite(height) else " all from registers"
         axes.text(0, place + 0.42, text, va="center", fontsize=7.5)
     axes.axvline(_LIMIT, color="0.35", linewidth=1, linestyle=":")
-    axes.set_yticks(places, list(rows["scheme"]))
+    axes.yaxis.set_major_locator(FixedLocator(places.tolist()))
+    axes.yaxis.set_major_formatter(FixedFormatter(list(rows["scheme"])))
     axes.set_ylim(-0.5, len(rows) - 0.3)
     axes.set_xlim(0, 1.1 * max(_LIMIT, np.nanmax(heights, initial=0)))
     axes.set_xlabel(label("elements / clock / SM", result, "elements_per_clock"))

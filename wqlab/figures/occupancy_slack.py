@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib.ticker import FixedFormatter, FixedLocator
 
 from wqlab.figures import label
 from wqlab.registry import register
@@ -30,7 +31,9 @@ def draw(result: Result) -> Figure:
     grid = figure.add_gridspec(2, 2, height_ratios=[1, 1.05])
     left, right = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
     _curve(left, parts["registers"], "registers", p["registers"], here["register_slack"], here, result)
-    left.set(xlabel="registers per thread", xlim=(0, 257), xticks=range(0, 257, 32))
+    left.set(xlabel="registers per thread", xlim=(0, 257))
+    # A locator: `set_xticks` would make every tick at once, though a slider's redraw shows none anew.
+    left.xaxis.set_major_locator(FixedLocator(range(0, 257, 32)))
     _curve(right, parts["shared memory"], "shared_kb", p["shared_kb"], here["shared_slack_kb"], here, result)
     right.set(xlabel="shared memory per block (KB)")
     right.set_xlim(0, 1.01 * float(parts["shared memory"]["shared_kb"].max()))
@@ -73,7 +76,8 @@ def _bars(axes: Axes, slack: pd.DataFrame, places: Any, what: tuple[str, str, st
         else:
             text = f"{width:.4g}  ({count:,.0f} entries)"
         axes.text((0 if np.isnan(width) else width) + 0.015 * most, place, text, va="center", fontsize=7.5)
-    axes.set_yticks(places, list(slack.index))
+    axes.yaxis.set_major_locator(FixedLocator(places.tolist()))
+    axes.yaxis.set_major_formatter(FixedFormatter(list(slack.index)))
     axes.set_xlim(0, 1.45 * most)
     axes.set_ylim(-0.6, len(slack) - 0.4)
     axes.grid(axis="y", visible=False)

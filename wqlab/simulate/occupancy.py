@@ -138,7 +138,7 @@ def _by_shared(gpu: GPUSpec, shared_bytes: int, carve_out: int | None) -> int:
     per_block = _up(shared_bytes + gpu.shared_reserved_bytes, gpu.shared_unit_bytes)
     preferred = gpu.shared_bytes_per_sm if carve_out is None else carve_out * gpu.shared_bytes_per_sm // 100
     # A preference is rounded up to a carve-out that exists; one that holds no block is raised until it holds one.
-    return next(size for size in gpu.carve_outs if size >= max(_at_least(gpu, preferred), per_block)) // per_block
+    return _at_least(gpu, max(_at_least(gpu, preferred), per_block)) // per_block
 
 
 def _at_least(gpu: GPUSpec, size: int) -> int:

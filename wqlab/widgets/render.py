@@ -1,18 +1,20 @@
 """Draw one stem's figure again and again, fast enough to follow a slider.
 
 Most of matplotlib's time goes into text and ticks, which a slider seldom changes: where the axes lie is found once, and while axis
-limits and labels stay as they were, their picture is kept and only what shows data is drawn over it.
+limits and labels stay as they were, their picture is kept and only what shows data is drawn over it. Of texts in the data the
+pictures are kept too, because most of them say the same at the same place after a move.
 """
 
 from __future__ import annotations
 
 import io
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
 from PIL import Image
 
 from wqlab import experiments, figures
@@ -21,6 +23,62 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+#: Pictures of texts that are kept; one takes about 10 KB.
+_TEXTS = 512
+#: Pictures of frames that are kept; one takes about 2 MB.
+_FRAMES = 8
+
+
+class _Brush(RendererAgg):
+    """matplotlib's renderer, which is kept from figure to figure and draws a text that it knows from its picture."""
+
+    def __init__(self, width: float, height: float, dpi: float) -> None:
+        super().__init__(width, height, dpi)  # type: ignore[no-untyped-call]
+        self._texts: OrderedDict[tuple[Any, ...], tuple[int, int, Any] | None] = OrderedDict()
+        self._paper: Any = RendererAgg(width, height, dpi)  # type: ignore[no-untyped-call]
+
+    def draw_text(
+        self, gc: Any, x: float, y: float, s: str, prop: Any, angle: float, ismath: Any = False, mtext: Any = None
+    ) -> None:
+        clip, (clip_path, _) = gc.get_clip_rectangle(), gc.get_clip_path()
+        if clip_path is not None:
+            super().draw_text(gc, x, y, s, prop, angle, ismath, mtext)  # type: ignore[no-untyped-call]
+            return
+        look = s, hash(prop), angle, ismath, gc.get_rgb(), gc.get_alpha(), gc.get_antialiased()
+        key = *look, x, y, None if clip is None else clip.bounds
+        if key in self._texts:
+            self._texts.move_to_end(key)
+        else:
+            self._texts[key] = self._picture(gc, x, y, s, prop, angle, ismath, mtext)
+            if len(self._texts) > _TEXTS:
+                self._texts.popitem(last=False)
+        if (found := self._texts[key]) is not None:
+            left, bottom, picture = found
+            self.draw_image(self.new_gc(), left, bottom, picture)
+
+    def _picture(self, *text: Any) -> tuple[int, int, Any] | None:
+        """Return where a text lies, pixels from the left and from the bottom, and its pixels; None where nothing is seen."""
+        self._paper.clear()
+        self._paper.draw_text(*text)
+        pixels = np.asarray(self._paper.buffer_rgba())
+        seen = pixels[..., 3] > 0
+        rows, columns = np.flatnonzero(seen.any(axis=1)), np.flatnonzero(seen.any(axis=0))
+        if not len(rows):
+            return None
+        part = pixels[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+        return int(columns[0]), int(self.height) - int(rows[-1]) - 1, part[::-1].copy()
+
+
+class _Canvas(FigureCanvasAgg):
+    """A canvas that draws with a given brush."""
+
+    def __init__(self, figure: Figure, brush: _Brush) -> None:
+        super().__init__(figure)
+        self.renderer = brush
+
+    def get_renderer(self) -> Any:
+        return self.renderer
 
 
 @dataclass
@@ -38,15 +96,16 @@ class Renderer:
         Per axes, where the first drawing put it and its two labels; good for figures of the same size and number of axes.
     frame : tuple or None
         Limits, scales, labels and fixed ticks of the last figure.
-    background : object or None
-        Picture of that frame without data, made when a figure is drawn for the second time and when its frame changes.
+    backgrounds : dict
+        Frame -> its picture without data, for the frames met last; the first is made when a figure is drawn for the second time.
     """
 
     stem: str
     shape: tuple[float, ...] = ()
     places: list[Any] = field(default_factory=list)
     frame: tuple[Any, ...] | None = None
-    background: Any = None
+    backgrounds: OrderedDict[tuple[Any, ...], Any] = field(default_factory=OrderedDict, repr=False)
+    _brush: _Brush | None = field(default=None, repr=False)
 
     def render(self, parameters: dict[str, Any]) -> tuple[bytes, str]:
         """Run the experiment and return its figure as PNG and its caption as text."""
@@ -55,7 +114,8 @@ class Renderer:
             return self._paint(figures.draw(result, with_caption=False)), figures.caption(result)
 
     def _paint(self, figure: Figure) -> bytes:
-        canvas: Any = FigureCanvasAgg(figure)
+        canvas: Any = _Canvas(figure, self._brush_for(figure))
+        brush = canvas.get_renderer()
         shape = (*figure.get_size_inches(), len(figure.axes))
         placed = shape == self.shape
         if placed:
@@ -67,20 +127,30 @@ class Renderer:
         frame = _frame(figure)
         if placed and self.frame is not None:
             # A frame that was met may come again, and its picture costs hardly more than drawing all once.
-            if self.background is None or frame != self.frame:
-                self.background = _without_data(figure, canvas)
-            canvas.get_renderer().restore_region(self.background)
+            if frame not in self.backgrounds:
+                self.backgrounds[frame] = _without_data(figure, canvas)
+                if len(self.backgrounds) > _FRAMES:
+                    self.backgrounds.popitem(last=False)
+            self.backgrounds.move_to_end(frame)
+            brush.restore_region(self.backgrounds[frame])
             for artist in _data(figure):
-                artist.draw(canvas.get_renderer())
+                artist.draw(brush)
         else:
             canvas.draw()
-            self.background = None
+            self.backgrounds.clear()
         if not placed:
             self.shape, self.places = shape, [_places(axes) for axes in figure.axes]
         self.frame = frame
         buffer = io.BytesIO()
-        Image.fromarray(np.asarray(canvas.buffer_rgba())).save(buffer, format="png", compress_level=1)
+        # The page behind is opaque: three colours compress faster than four channels.
+        Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").save(buffer, format="png", compress_level=1)
         return buffer.getvalue()
+
+    def _brush_for(self, figure: Figure) -> _Brush:
+        width, height = figure.canvas.get_width_height(physical=True)
+        if self._brush is None or (self._brush.width, self._brush.height, self._brush.dpi) != (width, height, figure.dpi):
+            self._brush = _Brush(width, height, figure.dpi)
+        return self._brush
 
 
 def _places(axes: Axes) -> tuple[Any, Any, Any]:
