@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -134,19 +135,20 @@ def on_a_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(bank_conflicts, "_check", lambda case, num_warps, device: wrong)
 
-        def loads(command, kernels):
-            assert "launch_all(64)" in command[-1]
+        def table(driver, counted, kernels):
+            assert (driver.function, driver.arguments) == ("wqlab.bench.bank_conflicts:launches", (64,))
+            assert counted == "shared loads"
             found = [bank_conflicts.simulated(case, 64) for case in cases()]
-            return [
+            return pd.DataFrame(
                 {
-                    "kernel_index": float(i),
-                    "wavefronts": factor * row["simulated_wavefronts"],
-                    "conflicts": row["simulated_conflicts"],
+                    "launch": range(len(found)), "kernel": "bank_conflicts_4",
+                    "wavefronts": [factor * row["simulated_wavefronts"] for row in found],
+                    "conflicts": [float(row["simulated_conflicts"]) for row in found],
+                    "sass_wavefronts": np.nan, "source": "ncu 1.2.3; unavailable: sass_wavefronts",
                 }
-                for i, row in enumerate(found)
-            ]
+            )  # fmt: skip
 
-        monkeypatch.setattr(counters, "shared_loads", loads)
+        monkeypatch.setattr(counters, "table", table)
         return BankConflictsBench().measure(quick=True)
 
     return make
@@ -157,7 +159,7 @@ def test_counts_that_agree_pass_and_others_are_named(on_a_gpu):
     BankConflictsBench().check(data)
     assert (data["wavefront_error"] == 0).all()
     assert (data["conflict_error"] == 0).all()
-    assert (data["counters"] == "ncu").all()
+    assert (data["counters"] == "ncu 1.2.3; unavailable: sass_wavefronts").all()
     assert data["sass_wavefronts"].isna().all()
     assert [h.ours for h in BankConflictsBench().headlines(data)] == [0.0, 0.0]
     data = on_a_gpu(1.1)
@@ -170,16 +172,16 @@ def test_counts_that_agree_pass_and_others_are_named(on_a_gpu):
 def test_denied_counters_are_unavailable_and_not_zero(on_a_gpu, monkeypatch):
     on_a_gpu(1.0)
 
-    def denied(command, kernels):
+    def denied(driver, counted, kernels):
         raise MissingPartError("ncu ended with exit code 1: ERR_NVGPUCTRPERM")
 
-    monkeypatch.setattr(counters, "shared_loads", denied)
+    monkeypatch.setattr(counters, "table", denied)
     data = BankConflictsBench().measure(quick=True)
     assert (data["counters"] == "unavailable: ncu ended with exit code 1: ERR_NVGPUCTRPERM").all()
     assert data["wavefronts"].isna().all()
     BankConflictsBench().check(data)
     assert BankConflictsBench().headlines(data) == []
-    monkeypatch.setattr(counters, "shared_loads", lambda command, kernels: [{"wavefronts": 1.0}])
+    monkeypatch.setattr(counters, "table", lambda driver, counted, kernels: pd.DataFrame({"wavefronts": [1.0]}))
     assert "ncu saw 1 launches" in BankConflictsBench().measure(quick=True)["counters"].iloc[0]
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -122,7 +121,7 @@ class BankConflictsBench(Bench):
         "sass_wavefronts": "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_ld.sum, where ncu has it",
         "sass_conflicts": "smsp__sass_l1tex_data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum, where ncu has it",
         "instructions": "smsp__inst_executed_op_shared_ld.sum, where ncu has it",
-        "counters": "where the counts come from, or unavailable: why",
+        "counters": "which tool counted; unavailable: why nothing, or what not, was counted",
         "note": "what went wrong, else empty",
         "seed": "of the draws",
     }
@@ -192,27 +191,27 @@ def simulated(case: Case, num_warps: int = WARPS) -> dict[str, Any]:
 
 
 def counted(num_warps: int) -> list[dict[str, Any]]:
-    """Return what ncu counts for each case, in order, or why it cannot; the program it runs is `launch_all`."""
+    """Return what ncu counts for each case, in order, or why it cannot; what it counts are `launches`."""
     from wqlab.profile import counters
 
-    code = f"from wqlab.bench.bank_conflicts import launch_all; launch_all({num_warps})"
     wanted = len(cases())
     try:
-        found = counters.shared_loads([sys.executable, "-c", code], "^bank_conflicts")
+        found = counters.table(
+            counters.Driver("wqlab.bench.bank_conflicts:launches", (num_warps,)), "shared loads", "^bank_conflicts"
+        )
         if len(found) != wanted:
             raise MissingPartError(f"ncu saw {len(found)} launches of {wanted}")
     except MissingPartError as missing:
         return [{"counters": f"unavailable: {missing}"}] * wanted
-    return [{**row, "counters": "ncu"} for row in found]
+    return [{str(name): value for name, value in row.items()} | {"counters": row["source"]} for row in found.to_dict("records")]
 
 
-def launch_all(num_warps: int = WARPS) -> None:
-    """Launch every case once; the program that ncu watches."""
+def launches(num_warps: int = WARPS) -> Iterator[Callable[[], torch.Tensor]]:
+    """Yield a call for every case, of which each launches its kernel; ncu counts them."""
     import torch
 
     for case in cases():
-        prepared(case, num_warps, torch.device("cuda"))[0]()
-    torch.cuda.synchronize()
+        yield prepared(case, num_warps, torch.device("cuda"))[0]
 
 
 def prepared(case: Case, num_warps: int, device: torch.device) -> tuple[Callable[[], torch.Tensor], NDArray[np.uint32]]:
