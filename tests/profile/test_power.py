@@ -160,6 +160,67 @@ def test_a_clock_that_is_not_told_is_not_a_number(nvml, monkeypatch):
     assert found.watts == pytest.approx(300)
 
 
+@pytest.mark.parametrize("refuses", [(), ("energy",)])
+def test_an_nvml_that_stops_answering_is_named(nvml, monkeypatch, refuses):
+    found = nvml(refuses=refuses, says="GPU is lost")
+    meter = Meter("GPU-1")
+    found.refuses = ("energy", "instant", "power", "clock")
+    _, energy = work(meter, monkeypatch, 1000)
+    assert not energy.available
+    assert "0 samples of power" in energy.source if refuses else "ticked 0 times" in energy.source
+    assert energy.source.endswith("NVML stopped answering: GPU is lost")
+    assert math.isnan(energy.joules)
+    assert math.isnan(energy.sm_clock_mhz)
+    assert energy.seconds == pytest.approx(1)
+
+
+def test_zero_watts_and_zero_megahertz_are_no_numbers(nvml, monkeypatch):
+    found = nvml(refuses=("energy",))
+    found.watts = 0.0
+    with pytest.raises(MissingPartError, match=r"energy \(Not Supported\) nor power \(it says 0 W\)"):
+        Meter("GPU-1")
+    found = nvml()
+    monkeypatch.setattr(found, "nvmlDeviceGetClockInfo", lambda gpu, which: 0)
+    _, energy = work(Meter("GPU-1"), monkeypatch, 1000)
+    assert math.isnan(energy.sm_clock_mhz)
+    assert energy.watts == pytest.approx(300)
+
+
+@pytest.mark.parametrize("kind", ["LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED", "NO_PERMISSION", "UNINITIALIZED", "GPU_IS_LOST"])
+def test_each_error_of_the_real_package_is_named(monkeypatch, kind):
+    """Only what the driver would answer is made up."""
+    pynvml = pytest.importorskip("pynvml")
+
+    def refuse():
+        raise pynvml.NVMLError(getattr(pynvml, f"NVML_ERROR_{kind}"))
+
+    monkeypatch.setattr(pynvml, "nvmlInit", refuse)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: types.SimpleNamespace(uuid="1"))
+    result, found = measured(lambda: 7, "cuda")
+    assert (result, found.available) == (7, False)
+    told = str(pynvml.NVMLError(getattr(pynvml, f"NVML_ERROR_{kind}")))
+    assert found.source == f"unavailable: NVML does not open GPU-1: {told}"
+    assert math.isnan(found.joules)
+
+
+def test_questions_that_the_real_package_says_are_not_supported(monkeypatch):
+    pynvml = pytest.importorskip("pynvml")
+
+    def refuse(*arguments):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+    for name in ("MigMode", "TotalEnergyConsumption", "FieldValues", "PowerUsage"):
+        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", refuse)
+    with pytest.raises(MissingPartError, match=r"neither energy \(Not Supported\) nor power \(Not Supported\)"):
+        Meter("GPU-1")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMigMode", lambda gpu: (pynvml.NVML_DEVICE_MIG_ENABLE, 1))
+    with pytest.raises(MissingPartError, match="MIG is on"):
+        Meter("GPU-1")
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [

@@ -128,8 +128,7 @@ class EnergyBench(Bench):
         data["above_idle_per_token_mj"] = above / data["batch"]
         for name in ("note", "source"):
             data[name] = data[name].astype(object).where(data[name].notna(), "")
-        found = environment.provenance()
-        data["provenance"] = f"{environment.hardware_line()}, commit {found['git_commit'][:12]}, {found['date'][:10]}"
+        data["provenance"] = environment.provenance_line()
         return data
 
     def headlines(self, data: pd.DataFrame) -> list[Headline]:

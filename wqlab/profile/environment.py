@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -39,8 +40,9 @@ def hardware() -> dict[str, Any]:
     Returns
     -------
     dict
-        ``cpu`` (model name), ``cores`` (usable by this process), ``memory_gb``, and ``gpus`` (names; an empty list without CUDA).
-        ``gpus`` asks torch only when it is already imported, because importing it takes a second.
+        ``cpu`` (model name), ``cores`` (usable by this process), ``memory_gb``, and ``gpus`` (names, or ``unavailable: `` with the
+        reason; an empty list without CUDA). ``gpus`` asks torch only when it is already imported, because importing it takes a
+        second.
     """
     try:
         cores = len(os.sched_getaffinity(0))
@@ -49,17 +51,31 @@ def hardware() -> dict[str, Any]:
     gpus: list[str] = []
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
-        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        gpus = [_gpu_name(torch, i) for i in range(torch.cuda.device_count())]
     return {"cpu": _cpu_name(), "cores": cores, "memory_gb": round(psutil.virtual_memory().total / 2**30, 1), "gpus": gpus}
 
 
+def _gpu_name(torch: Any, index: int) -> str:
+    try:
+        return str(torch.cuda.get_device_name(index))
+    except RuntimeError as error:  # a GPU that fell off the bus is still counted
+        return f"unavailable: {' '.join(str(error).split())[:200]}"
+
+
 def gpu_key() -> str:
-    """Return the key under which this machine's records are kept: ``"cpu"`` without CUDA, ``"other"`` for a GPU without its own."""
+    """Return the key under which this machine's records are kept.
+
+    ``"cpu"`` without CUDA, ``"other"`` for a GPU without its own: also a slice of one (MIG), whose records would pass for those of
+    the whole, and relatives with a longer name, such as an RTX A4000, a GH200 or a laptop's RTX 4090.
+    """
     gpus = hardware()["gpus"]
     if not gpus:
         return "cpu"
-    squeezed = gpus[0].lower().replace(" ", "").replace("-", "")
-    return next((key for key in records.GPU_KEYS if key in squeezed), "other")
+    name = gpus[0].lower()
+    if re.search(r"\bmig\b|laptop|max-q|4090 d\b", name):
+        return "other"
+    name = re.sub(r"^((nvidia|geforce|tesla)[\s-]+)+", "", name).replace("rtx ", "rtx")
+    return next((key for key in records.GPU_KEYS if re.match(rf"{key}(?![0-9a-z])", name)), "other")
 
 
 def hardware_line() -> str:
@@ -114,3 +130,8 @@ def provenance(command: str | None = None) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command,
     }
+
+
+def provenance_line() -> str:
+    """Return GPU or CPU, commit and day of this run in one line, for a column of a table whose rows outlive one run."""
+    return f"{hardware_line()}, commit {git_commit()[:12]}, {datetime.datetime.now(datetime.UTC).date().isoformat()}"

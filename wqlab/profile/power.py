@@ -74,11 +74,12 @@ class Energy:
 
 @dataclass
 class _Samples:
-    """What the thread saw: seconds and millijoules of the counter, watts, MHz."""
+    """What the thread saw: seconds and millijoules of the counter, watts, MHz; and why it was told less, where it was."""
 
     counter: list[tuple[float, int]] = field(default_factory=list)
     watts: list[float] = field(default_factory=list)
     clocks: list[float] = field(default_factory=list)
+    refused: str = ""
 
 
 class Meter:
@@ -137,12 +138,18 @@ class Meter:
 
     def _watch(self, samples: _Samples, stop: threading.Event) -> None:
         while not stop.is_set():
-            if self.has_counter and (millijoules := self._counter()) is not None:
-                samples.counter.append((time.perf_counter(), millijoules))
-            if self.has_power and (watts := self._power()) is not None:
-                samples.watts.append(watts)
+            if self.has_counter:
+                if (millijoules := self._counter()) is not None:
+                    samples.counter.append((time.perf_counter(), millijoules))
+                else:
+                    samples.refused = self._why
+            if self.has_power:
+                if (watts := self._power()) is not None:
+                    samples.watts.append(watts)
+                elif not self.has_counter:
+                    samples.refused = self._why
             clock = self._ask(lambda: self._nvml.nvmlDeviceGetClockInfo(self._gpu, self._nvml.NVML_CLOCK_SM))
-            if clock is not None:
+            if clock:  # 0 MHz is no clock of a GPU that answers
                 samples.clocks.append(float(clock))
             stop.wait(_INTERVAL_S)
 
@@ -157,10 +164,10 @@ class Meter:
             if len(ticks) >= MIN_TICKS:
                 watts = (ticks[-1][1] - ticks[0][1]) / 1e3 / (ticks[-1][0] - ticks[0][0])
                 return Energy(seconds, watts * seconds, watts, sampled, clock, len(ticks), "NVML energy counter")
-            why = f"the energy counter ticked {len(ticks)} times in {seconds:.2g} s; work for a second or more"
+            why = f"the energy counter ticked {len(ticks)} times in {seconds:.2g} s; {_advice(samples)}"
             return Energy(seconds, sampled_watts=sampled, sm_clock_mhz=clock, ticks=len(ticks), source=_UNAVAILABLE + why)
         if len(samples.watts) < MIN_TICKS:
-            why = f"{len(samples.watts)} samples of power in {seconds:.2g} s; work for a second or more"
+            why = f"{len(samples.watts)} samples of power in {seconds:.2g} s; {_advice(samples)}"
             return Energy(seconds, sm_clock_mhz=clock, ticks=len(samples.watts), source=_UNAVAILABLE + why)
         return Energy(seconds, sampled * seconds, sampled, sampled, clock, len(samples.watts), "NVML power samples")
 
@@ -177,8 +184,11 @@ class Meter:
                 raise self._nvml.NVMLError(found.nvmlReturn)
             return float(found.value.uiVal) / 1e3
 
-        now = self._ask(instant)
-        return now if now is not None else self._ask(lambda: self._nvml.nvmlDeviceGetPowerUsage(self._gpu) / 1e3)
+        # A GPU that runs takes power: 0 W is what a driver says that cannot tell.
+        found = self._ask(instant) or self._ask(lambda: self._nvml.nvmlDeviceGetPowerUsage(self._gpu) / 1e3)
+        if found == 0:
+            self._why = "it says 0 W"
+        return found or None
 
     def _ask(self, question: Callable[[], _T]) -> _T | None:
         """Return NVML's answer, or None where it refuses or is too old to know the question."""
@@ -187,6 +197,10 @@ class Meter:
         except (self._nvml.NVMLError, AttributeError) as error:
             self._why = _words(error)
             return None
+
+
+def _advice(samples: _Samples) -> str:
+    return f"NVML stopped answering: {samples.refused}" if samples.refused else "work for a second or more"
 
 
 def _words(error: BaseException) -> str:
