@@ -1,9 +1,11 @@
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
-from wqlab import bench, records
+from wqlab import bench, paths, records
 from wqlab.bench import decode_cases, sanitized_launches, sanitizer
 from wqlab.errors import LimitError
 from wqlab.ops.mixed_decode import cuda_kernel
@@ -40,7 +42,8 @@ def test_without_a_gpu_the_record_says_so(tmp_path, monkeypatch):
     environment.hardware.cache_clear()
     bench.run("sanitizer", tmp_path)
     data = records.read("sanitizer", "cpu", tmp_path).data
-    assert list(data["tool"]) == ["none", *sanitizer.TOOLS]
+    assert list(data["tool"]) == 2 * ["none", *sanitizer.TOOLS]
+    assert list(data["program"].str.rpartition(" ")[2].unique()) == ["cuda", "triton"]
     assert data["result"].str.startswith("unavailable: torch finds no CUDA device").all()
     assert data["errors"].isna().all()
 
@@ -48,11 +51,12 @@ def test_without_a_gpu_the_record_says_so(tmp_path, monkeypatch):
 def test_what_is_found_ends_the_bench_with_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     clean, bad = sanitizer.Finding("clean", 0), sanitizer.Finding("found: Race reported", 3)
-    monkeypatch.setattr(sanitizer.SanitizerBench, "_run", staticmethod(lambda: ([clean, clean, bad], "2025.3")))
+    monkeypatch.setattr(sanitizer.SanitizerBench, "_run", staticmethod(lambda group: ([clean, clean, bad], "2025.3")))
     found = sanitizer.SanitizerBench()
     assert [(h.metric, h.ours) for h in found.headlines(found.measure())] == [
-        ("memcheck, all kernels", 0),
-        ("racecheck, all kernels", 3),
+        (f"{tool}, all {group} kernels", errors)
+        for group in ("cuda", "triton")
+        for tool, errors in (("memcheck", 0), ("racecheck", 3))
     ]
     with pytest.raises(LimitError, match="racecheck: found: Race reported"):
         found.check(found.measure())
@@ -72,7 +76,7 @@ def test_it_runs_the_tools_as_they_want_to_be_called(tmp_path, monkeypatch):
     monkeypatch.setattr(sanitizer.sys, "executable", str(python))
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(sanitizer, "find_tool", lambda: None)
-    found, version = sanitizer.SanitizerBench._run()
+    found, version = sanitizer.SanitizerBench._run("triton")
     assert [one.result.split(":")[0] for one in found] == ["clean", "unavailable", "unavailable"]
     monkeypatch.undo()
     monkeypatch.setattr(sanitizer.sys, "executable", str(python))
@@ -82,12 +86,12 @@ def test_it_runs_the_tools_as_they_want_to_be_called(tmp_path, monkeypatch):
         f'echo "$PYTORCH_NO_CUDA_MEMORY_CACHING $@" >> {log}\ncase "$1" in --version) echo "Version 2025.3.1.0";; '
         f'*) echo "{ENDED}"; echo "========= ERROR SUMMARY: 0 errors";; esac',
     )  # fmt: skip
-    found, version = sanitizer.SanitizerBench._run()
+    found, version = sanitizer.SanitizerBench._run("triton")
     assert found == [sanitizer.Finding("clean", 0)] * 3
     assert version == "2025.3.1.0"
     lines = log.read_text().splitlines()
     assert sum(f"--tool {tool} " in line for tool in sanitizer.TOOLS for line in lines) == 2
-    assert all("sanitized_launches" in line for line in lines if "--tool" in line)
+    assert all("sanitized_launches triton" in line for line in lines if "--tool" in line)
     assert all(line.startswith("1 ") for line in lines)
 
 
@@ -102,5 +106,18 @@ def test_the_program_launches_what_the_kernel_serves():
 
 def test_the_program_without_a_gpu_says_so(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert sanitized_launches.main() == 2
+    assert sanitized_launches.main("cuda") == 2
     assert "no CUDA device" in capsys.readouterr().out
+
+
+def test_every_kernel_that_is_launched_is_among_them():
+    """By the sources: a new kernel has to be added here, or be one that is never launched."""
+    declared = [path.read_text() for path in (Path(paths.checkout()) / "kernels").glob("*.j2")]
+    cuda = {name for text in declared for name in re.findall(r"__global__ void (?:__launch_bounds__\(.*?\) )?(\w+(?:\{\{)?)", text)}
+    known = {
+        re.sub(r"_\d+$", "_", name) if name.startswith("bank_conflicts") else name for name in sanitized_launches.KERNELS["cuda"]
+    }
+    assert {name.removesuffix("{{") for name in cuda} - {"occupancy_"} == known
+    compiled = [path.read_text() for path in (Path(paths.checkout()) / "wqlab" / "ops").rglob("*.py")]
+    triton = {name for text in compiled for name in re.findall(r"@triton\.jit.*\ndef (_\w+_kernel)", text)}
+    assert triton == set(sanitized_launches.KERNELS["triton"])

@@ -1,12 +1,16 @@
 """The program that runs under compute-sanitizer, on an emulated GPU: it launches every kernel and finds all results right."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import emulated
+import numpy as np
 import pytest
 import torch
 
-from wqlab.bench import sanitized_launches
+from wqlab.bench import bank_conflicts, sanitized_launches
 from wqlab.ops.mixed_decode import cuda_kernel, dequantizer, encoder, in_place
 
 NUMBERS = (emulated.MULTIPROCESSORS, emulated.SHARED_LIMIT)
@@ -47,7 +51,7 @@ def launched(monkeypatch):
         call = dequantizer.prepare(cache, key, value, emulated.MULTIPROCESSORS)
 
         def launch():
-            run(dequantizer.source(cache.head_dim), "dequantize", [call], dequantizer._THREADS, call.shared_bytes)
+            run(dequantizer.source(cache.head_dim), "dequantize", [call], call.threads, call.shared_bytes)
 
         return SimpleNamespace(launch=launch)
 
@@ -59,6 +63,14 @@ def launched(monkeypatch):
         names.append("encode_windows")
         return emulated.encode(key, value, at, bits, window)
 
+    def looked_up(case, num_warps, device):
+        """Nothing runs: the kernel takes its arguments one by one, which the emulation does not."""
+        layout, drawn = case.layout, bank_conflicts.indices(case, num_warps)
+        wanted = bank_conflicts.expected(case, np.arange(layout.shared_bytes // 4, dtype=np.uint32), drawn)
+        names.append(f"bank_conflicts_{layout.access_bytes}")
+        return lambda: torch.from_numpy(wanted.view(np.int32)), wanted
+
+    monkeypatch.setattr(bank_conflicts, "prepared", looked_up)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda x: x.clone())
     monkeypatch.setattr(cuda_kernel, "prepared", mixed)
     monkeypatch.setattr(in_place, "prepared", lambda q, kv, s, order="video": placed(in_place.prepare(q, kv, s, *NUMBERS, order)))
@@ -75,14 +87,34 @@ def launched(monkeypatch):
 def test_every_kernel_is_launched_and_every_result_is_right(launched, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert sanitized_launches.main() == 0
+    assert sanitized_launches.main("cuda") == 0
     assert sanitized_launches.DONE in capsys.readouterr().out
-    assert set(launched) == set(sanitized_launches.KERNELS)
+    assert set(launched) == set(sanitized_launches.KERNELS["cuda"])
+
+
+@pytest.mark.slow
+def test_the_triton_kernels_in_the_interpreter():
+    """In a process of its own, because it is chosen when triton is imported."""
+    pytest.importorskip("triton")
+    code = """
+import sys, torch
+torch.set_num_threads(1)
+torch.Tensor.cuda = lambda x: x.clone()
+torch.cuda.is_available, torch.cuda.synchronize = (lambda: True), (lambda: None)
+from wqlab.bench import sanitized_launches
+sys.exit(sanitized_launches.main("triton"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "wrong results: 0" in done.stdout
+    assert all(name in done.stdout for name in sanitized_launches.KERNELS["triton"])
 
 
 def test_a_wrong_result_is_told(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(sanitized_launches, "launches", lambda: iter([("a", 1e-4), ("b", float("nan"))]))
-    assert sanitized_launches.main() == 1
+    monkeypatch.setattr(sanitized_launches, "launches", lambda group: iter([("a", 1e-4), ("b", float("nan"))]))
+    assert sanitized_launches.main("cuda") == 1
     assert "b: relative error nan, wrong" in capsys.readouterr().out

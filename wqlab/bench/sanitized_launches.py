@@ -1,11 +1,13 @@
-"""Every CUDA kernel of the cache, launched a few times at tiny shapes: what `wqlab bench sanitizer` runs under compute-sanitizer.
+"""Every kernel, launched a few times at tiny shapes: what `wqlab bench sanitizer` runs under compute-sanitizer.
 
-``python -m wqlab.bench.sanitized_launches`` runs it alone; results are compared with the reference as well. Tensors are made on the
-CPU and copied, so that hardly any other kernel runs.
+``python -m wqlab.bench.sanitized_launches cuda`` (or ``triton``) runs it alone; results are compared with the reference as well.
+Tensors are made on the CPU and copied, so that hardly any other kernel runs. The kernels of `wqlab bench occupancy` are asked about
+and never launched.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
 from collections.abc import Iterator
@@ -17,8 +19,14 @@ from wqlab.bench.decode_cases import DecodeCase
 if TYPE_CHECKING:
     import torch
 
-#: Kernels that are checked; those of torch are not.
-KERNELS = ("mixed_decode", "mixed_decode_in_place", "encode_windows", "dequantize")
+#: Kernels that are checked, by what compiles them; those of torch are not.
+KERNELS = {
+    "cuda": (
+        "mixed_decode", "mixed_decode_in_place", "encode_windows", "dequantize", "bank_conflicts_4", "bank_conflicts_8",
+        "bank_conflicts_16",
+    ),
+    "triton": ("_partial_kernel", "_combine_kernel", "_encode_kernel", "_plain_kernel"),
+}  # fmt: skip
 #: What the program prints before its summary.
 DONE = "launches:"
 _LIMIT = 2e-3
@@ -46,8 +54,18 @@ def cases() -> list[DecodeCase]:
     return [*made, dataclasses.replace(made[-1], q_len=3)]
 
 
-def launches() -> Iterator[tuple[str, float]]:
-    """Launch every kernel on the current CUDA device; yield what it was and its relative error, infinite where bits differ."""
+def launches(group: str) -> Iterator[tuple[str, float]]:
+    """Launch every kernel of a group of `KERNELS` on the current CUDA device.
+
+    Yields
+    ------
+    tuple of str and float
+        What it was, and its relative error, infinite where what must be exact is not.
+    """
+    return _cuda() if group == "cuda" else _triton()
+
+
+def _cuda() -> Iterator[tuple[str, float]]:
     import torch
 
     from wqlab.ops.mixed_decode import MixedKV, cuda_kernel, dequantizer
@@ -80,6 +98,49 @@ def launches() -> Iterator[tuple[str, float]]:
             made = encode_windows(key.cuda(), value.cuda(), at.cuda(), bits, window, backend="cuda")
             want = encode_windows(key, value, at, bits, window, backend="reference")
             yield f"encode_windows, {bits} bits, {head_dim} channels", _difference((made.codes, made.meta), (want.codes, want.meta))
+    yield from _look_ups()
+
+
+def _look_ups() -> Iterator[tuple[str, float]]:
+    import numpy as np
+    import torch
+
+    from wqlab.bench import bank_conflicts
+
+    # The first case of every width and layout; a block's last warps have no row.
+    chosen = {(case.layout.access_bytes, case.layout.scheme): case for case in reversed(bank_conflicts.cases())}
+    for (width, scheme), case in chosen.items():
+        launch, wanted = bank_conflicts.prepared(case, 61, torch.device("cuda"))
+        same = bool((launch().cpu().numpy().view(np.uint32) == wanted).all())
+        yield f"bank_conflicts_{width}, {scheme}", 0.0 if same else float("inf")
+
+
+def _triton() -> Iterator[tuple[str, float]]:
+    import torch
+
+    from wqlab.ops.cq_encode import reference
+    from wqlab.ops.cq_encode import triton_kernel as encoder
+    from wqlab.ops.mixed_decode import MixedKV, triton_kernel
+
+    for number, case in enumerate(cases()):
+        if case.head_dim == 64:
+            built = decode_cases.build(case, torch.device("cpu"))
+            cache = MixedKV(tuple(_there(s) for s in built.cache.segments), built.cache.tail and _there(built.cache.tail))
+            output = triton_kernel.attend(built.query.cuda(), cache, case.head_dim**-0.5, 3)
+            error = decode_cases.relative_error(output.cpu(), built.truth_rounded)
+            yield f"_partial_kernel and _combine_kernel, case {number}", error
+    generator = torch.Generator().manual_seed(0)
+    for size in (2, 4):
+        entries = torch.randn((2, 64 // size, 200, size), generator=generator)
+        x = torch.randn((2, 2, 75, 64), generator=generator).half()
+        there, known = x.cuda(), entries.cuda()
+        plain = torch.full((2, 2, 75, 64 // size), 255, dtype=torch.uint8).cuda()
+        encoder.encode_plainly(plain, there, known)
+        made = {"_encode_kernel": encoder.encode(there, encoder.prepare(known, torch.float16)), "_plain_kernel": plain}
+        for name, codes in made.items():
+            excess, least = reference.excess(x, entries, codes.cpu())
+            near = bool((excess <= reference.bound(x, entries, least)).all())
+            yield f"{name}, vectors of {size}", 0.0 if near else float("inf")
 
 
 def _in_place(head_dim: int, generator: torch.Generator) -> Iterator[tuple[str, float]]:
@@ -116,15 +177,15 @@ def _difference(got: Any, wanted: Any) -> float:
     return 0.0 if all(bool((a.cpu() == b).all()) for a, b in zip(got, wanted, strict=True)) else float("inf")
 
 
-def main() -> int:
-    """Launch everything, print a line each, and return 0 when all results are right."""
+def main(group: str) -> int:
+    """Launch everything of a group, print a line each, and return 0 when all results are right."""
     import torch
 
     if not torch.cuda.is_available():
         print("no CUDA device")
         return 2
     wrong = count = 0
-    for what, error in launches():
+    for what, error in launches(group):
         count += 1
         wrong += not error <= _LIMIT
         print(f"{what}: relative error {error:.2g}{'' if error <= _LIMIT else ', wrong'}", flush=True)
@@ -134,4 +195,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(description="launch every kernel of a group")
+    parser.add_argument("group", choices=KERNELS)
+    sys.exit(main(parser.parse_args().group))

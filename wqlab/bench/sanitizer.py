@@ -1,4 +1,4 @@
-"""compute-sanitizer over the CUDA kernels: out-of-bounds accesses and shared-memory races at tiny shapes."""
+"""compute-sanitizer over all kernels, of CUDA C++ and of Triton: out-of-bounds accesses and shared-memory races at tiny shapes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class SanitizerBench(Bench):
     """Not a time: a record that says, of each tool, what it found or why it could not run."""
 
     name = "sanitizer"
-    description = "compute-sanitizer's memcheck and racecheck over every CUDA kernel of the cache (1 min, a GPU)"
+    description = "compute-sanitizer's memcheck and racecheck over every kernel (2 min, a GPU)"
     columns = {  # noqa: RUF012
         "tool": "none: the program alone, results compared with the reference; else the tool of compute-sanitizer",
         "program": "what ran",
@@ -81,20 +81,22 @@ class SanitizerBench(Bench):
     }
 
     def measure(self, quick: bool = False) -> pd.DataFrame:
-        """Return one row per tool; quick runs are the same, for they are short."""
+        """Return one row per group of kernels and tool; quick runs are the same, for they are short."""
         import pandas as pd
         import torch
 
         names = ("none", *TOOLS)
-        if not torch.cuda.is_available():
-            found = [Finding("unavailable: torch finds no CUDA device", None)] * len(names)
-            version = ""
-        else:
-            found, version = self._run()
-        rows = [
-            (name, f"python -m {_PROGRAM}", ", ".join(KERNELS), one.result, one.errors, version if name != "none" else "")
-            for name, one in zip(names, found, strict=True)
-        ]
+        rows = []
+        for group, kernels in KERNELS.items():
+            if not torch.cuda.is_available():
+                found, version = [Finding("unavailable: torch finds no CUDA device", None)] * len(names), ""
+            else:
+                found, version = self._run(group)
+            program = f"python -m {_PROGRAM} {group}"
+            rows += [
+                (name, program, ", ".join(kernels), one.result, one.errors, version if name != "none" else "")
+                for name, one in zip(names, found, strict=True)
+            ]
         return pd.DataFrame(rows, columns=list(self.columns)).astype({"errors": "Int64"})
 
     def check(self, data: pd.DataFrame) -> None:
@@ -108,13 +110,16 @@ class SanitizerBench(Bench):
     def headlines(self, data: pd.DataFrame) -> list[Headline]:
         """Return how many errors each tool found; nothing for one that did not run."""
         ran = data[data["errors"].notna() & (data["tool"] != "none")]
-        return [Headline(f"{row['tool']}, all kernels", row["errors"], None, "errors") for row in ran.to_dict("records")]
+        return [
+            Headline(f"{row['tool']}, all {row['program'].rpartition(' ')[2]} kernels", row["errors"], None, "errors")
+            for row in ran.to_dict("records")
+        ]
 
     @staticmethod
-    def _run() -> tuple[list[Finding], str]:
-        program = [sys.executable, "-m", _PROGRAM]
+    def _run(group: str) -> tuple[list[Finding], str]:
+        program = [sys.executable, "-m", _PROGRAM, group]
         # Alone first: it compiles what the tools' runs then find in the disk cache.
-        progress.report("the program alone", 0, 1 + len(TOOLS))
+        progress.report(f"the {group} kernels alone", 0, 1 + len(TOOLS))
         output, code = _output(program)
         done = any(line.startswith(DONE) for line in output.splitlines())
         alone = Finding("clean", 0) if code == 0 else Finding(f"found: {_tail(output)}", 1)
@@ -128,7 +133,7 @@ class SanitizerBench(Bench):
         # No filter of kernels: how it is written differs between versions, and torch's few small kernels cost little.
         # Errors of API calls are not looked for: asking the driver how many parameters a kernel has ends in one.
         options = ["--report-api-errors", "no", "--error-exitcode", "86"]
-        progress.report(" and ".join(TOOLS), 1, 1 + len(TOOLS))
+        progress.report(f"the {group} kernels under {' and '.join(TOOLS)}", 1, 1 + len(TOOLS))
         with ThreadPoolExecutor() as pool:
             outputs = pool.map(lambda name: _output([tool, "--tool", name, *options, *program]), TOOLS)
             return [alone, *(read(*one) for one in outputs)], version.removeprefix("Version").strip()

@@ -168,8 +168,8 @@ _ROWS = (
     GPUSpec(
         key="l40s", name="L40S, 48 GB GDDR6 (PCIe)", num_sms=142, l2_bytes=96 * _MB, bandwidth_gb_s=864,
         boost_clock_mhz=2520, memory_gb=48,
-        source="NVIDIA L40S datasheet and product brief; L2: NVIDIA Ada GPU Architecture white paper, of the L40, which has the "
-        "same chip and SMs; some tables on the web print 48 MB",
+        source="NVIDIA L40S datasheet (the clock follows from its 91.6 TFLOPS of FP32); L2: NVIDIA Ada GPU Architecture white "
+        "paper, of the L40, which has the same chip and SMs; some tables on the web print 48 MB",
         **_SM89,
     ),
 )  # fmt: skip
