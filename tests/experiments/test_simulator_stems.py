@@ -1,10 +1,13 @@
 """bank_conflicts, occupancy_slack and simulator_validation, from synthetic records and from none. Their numbers are made up."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
 
-from wqlab import experiments, figures, records
+from wqlab import experiments, figures, paths, records
 from wqlab.bench import get
 from wqlab.bench.bank_conflicts import cases, simulated
 from wqlab.errors import ParameterError, UnknownNameError
@@ -186,3 +189,22 @@ def test_denied_counters_validate_nothing(folder, tmp_path):
     assert "wavefronts" not in result.evidence
     assert "its record says unavailable: ERR_NVGPUCTRPERM" in figures.caption(result)
     assert "not counted" in shown(result, tmp_path)
+
+
+def test_every_shipped_figure_of_a_simulator_states_its_error():
+    """Exact counts (bytes of a layout) and drawn data are simulated too; an error has what `wqlab.simulate` computes."""
+    sidecars = [json.loads(path.read_text()) for path in (Path(paths.checkout()) / "figures").glob("*.json")]
+    from_simulators = {
+        sidecar["stem"]: sidecar["notes"]
+        for sidecar in sidecars
+        if any(e["kind"] == "simulated" and e["source"].startswith("wqlab.simulate") for e in sidecar["evidence"].values())
+    }
+    assert set(from_simulators) >= {"bank_conflicts", "occupancy_slack", "simulator_validation"}
+    for stem, notes in from_simulators.items():
+        assert any(note.startswith("Validated: ") for note in notes), stem
+    used = [
+        path.stem
+        for path in (Path(paths.checkout()) / "wqlab" / "experiments").glob("*.py")
+        if "wqlab.simulate" in path.read_text()
+    ]
+    assert set(used) - {"simulator_errors"} == set(from_simulators)
