@@ -1,5 +1,6 @@
 """SKVQ: its bound, the order of channels, clipping by hand, its policy, generations."""
 
+import numpy as np
 import pytest
 import torch
 from smoothing_cases import made_up_calibration, outliers
@@ -37,6 +38,71 @@ def test_error_bound(dtype, num_bits, clip, calibration, group_size):
     assert quantizer.bits_per_element(x.shape, dtype) == pytest.approx(num_bits + counted)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_bits", [2, 4])
+@pytest.mark.parametrize("calibration", [None, made_up_calibration()])
+@pytest.mark.parametrize("group_size", [16, 24, 128])
+def test_fp8_metadata_against_a_twin(dtype, num_bits, calibration, group_size):
+    """Group by group in numpy: e4m3 numbers by their definition, the minimum the next below, the scale the next above."""
+    x = outliers(dtype)
+    made = {m: create("skvq", num_bits, 32, calibration=calibration, group_size=group_size, metadata=m) for m in ("fp16", "fp8")}
+    quantizer = made["fp8"]
+    encoded = quantizer.quantize(x)
+    assert (encoded.scale.dtype, encoded.minimum.dtype) == (torch.uint8, torch.uint8)
+    y = quantizer.dequantize(encoded)
+    assert y.dtype == dtype
+    tokens, decoded = (t.transpose(1, 2).reshape(2, 64, 64) for t in (x, y))
+    order = quantizer._order(tokens)
+    spread = quantizer._spread(order, tokens.shape)
+    arranged, back = quantizer._clipped(tokens.gather(2, spread)).double(), decoded.gather(2, spread)
+    positive = [m / 8 * 2.0**e for e in range(-6, 9) for m in range(8, 16)] + [m * 2.0**-9 for m in range(8)]
+    table = np.array(sorted({sign * value for value in positive if value <= 448 for sign in (-1, 1)}))
+    for part, got in zip(arranged.split(group_size, 2), back.split(group_size, 2), strict=True):
+        low, high = part.amin(2, keepdim=True).numpy(), part.amax(2, keepdim=True).numpy()
+        minimum = table[np.searchsorted(table, low, side="right") - 1]
+        scale = table[np.searchsorted(table, (high - minimum) / (2**num_bits - 1))]
+        code = np.clip(np.rint((part.numpy() - minimum) / np.where(scale == 0, 1, scale)), 0, 2**num_bits - 1)
+        wanted = torch.from_numpy(code * scale + minimum)
+        assert bool(((wanted - got.double()).abs() <= rounding(got)).all())
+        assert bool(((part - got.double()).abs() <= torch.from_numpy(scale) / 2 * (1 + 2**-13) + rounding(got)).all())
+    # What is counted is what is stored, and the order is that of the other metadata.
+    counted = 8 * (encoded.scale.nbytes + encoded.minimum.nbytes) / x.numel()
+    assert quantizer.bits_per_element(x.shape, dtype) == pytest.approx(num_bits + counted)
+    assert quantizer.bits_per_element(x.shape, dtype) < made["fp16"].bits_per_element(x.shape, dtype)
+    plain = made["fp16"].quantize(x)
+    assert plain.scale.dtype == dtype
+    if calibration is None and group_size < 64:
+        numbers = encoded.minimum[:, 0, :, -128:].contiguous().view(torch.int16)
+        assert torch.equal(numbers.sort(2).values, torch.arange(64, dtype=torch.int16).expand(2, 2, 64))
+        assert torch.equal(numbers.long(), order)
+
+
+def test_fp8_metadata_of_a_constant_and_of_what_e4m3_does_not_reach():
+    quantizer = create("skvq", 2, 2, group_size=4, metadata="fp8")
+    for value in (0.0, 1.125, -448.0):  # numbers of e4m3
+        x = torch.full((1, 1, 2, 4), value)
+        assert torch.equal(quantizer.dequantize(quantizer.quantize(x)), x)
+    x = torch.full((1, 1, 2, 4), 1.03)
+    assert (quantizer.dequantize(quantizer.quantize(x)) - x).abs().max() < 0.01
+    for value in (-500.0, 500.0):
+        with pytest.raises(UnsupportedError, match=r"e4m3 ends at 448.*metadata='fp16'"):
+            quantizer.quantize(torch.full((1, 1, 2, 4), value))
+    with pytest.raises(UnsupportedError, match=r"from 1311 to 3\.146e\+04"):
+        quantizer.quantize(torch.tensor([[[[0.0, 1, 2, 32768]] * 2]]))
+
+
+def test_caches_hold_fp8_metadata_and_count_them():
+    held = {}
+    for metadata in ("fp16", "fp8"):
+        cache = QuantizedKVCache(
+            "skvq", 4, policy="skvq", storage_dtype=torch.float16, method_options={"metadata": metadata, "group_size": 16}
+        )
+        held[metadata] = generate(cache, 300).nbytes()
+    # 160 of 300 tokens are encoded, in 2 layers, keys and values; a group of 16 channels takes two bytes less.
+    tokens, sides, channels = 160, 4, 64
+    assert held["fp16"] - held["fp8"] == tokens * sides * channels // 16 * 2
+
+
 def test_order_puts_like_ranges_together():
     low = -torch.tensor([1.0, 50, 1.1, 8, 49, 0.9, 8.2, 51])
     order = channel_order(low, -low, 3).tolist()
@@ -64,7 +130,12 @@ def test_reordering_helps_where_ranges_differ():
 
 
 def test_refused_settings():
-    for options, match in (({"clip": 0}, r"clip = 0 is outside"), ({"group_size": 0}, "group_size = 0"), ({"clip": 1.1}, "clip")):
+    for options, match in (
+        ({"clip": 0}, r"clip = 0 is outside"),
+        ({"group_size": 0}, "group_size = 0"),
+        ({"clip": 1.1}, "clip"),
+        ({"metadata": "fp4"}, "metadata = 'fp4'"),
+    ):
         with pytest.raises(ParameterError, match=match):
             create("skvq", 2, **options)
     calibrated = create("skvq", 2, calibration=made_up_calibration())

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class SKVQQuantizer(Quantizer):
     The order comes from k-means on each channel's (min, max) with as many clusters as groups; groups then take G neighbours each,
     so that a token's metadata has a fixed size. With a `calibration` the order belongs to the model and costs a cache nothing.
     Without one it is taken from each window itself and stored with it, one number of the source's width per channel, which every
-    count of bytes includes. Metadata are in the source's dtype, not in the FP8 that the paper also tries.
+    count of bytes includes.
     The policy ``skvq`` adds the sliding window of 128 tokens and 5 sinks in full precision::
 
         QuantizedKVCache("skvq", 2, policy="skvq", method_options={"calibration": calibrate(model, input_ids=text)})
@@ -43,6 +44,10 @@ class SKVQQuantizer(Quantizer):
         about 0.92. Around the middle, not around zero, so that a constant group stays exact.
     calibration : Calibration, optional
         Ranges of the model's channels.
+    metadata : {"fp16", "fp8"}
+        How a group's scale and minimum are stored: in the source's 16 or 32 bits, or, as the paper also tries, in e4m3, 8 bits
+        each. In e4m3 the minimum is rounded down and the scale up, so that the grid still holds the group; a constant group is
+        then exact only where e4m3 has its number. Groups that reach below -448 or above what the grid spans are refused.
 
     Error
     -----
@@ -69,6 +74,7 @@ class SKVQQuantizer(Quantizer):
         group_size: int | None = None,
         clip: float = 0.92,
         calibration: Calibration | None = None,
+        metadata: Literal["fp16", "fp8"] = "fp16",
     ) -> None:
         super().__init__(spec, role)
         self.group_size = spec.window_size if group_size is None else group_size
@@ -76,7 +82,10 @@ class SKVQQuantizer(Quantizer):
             raise ParameterError(f"{self.name}: group_size = {group_size!r} is not a whole number of channels, 1 or more")
         if not 0 < clip <= 1:
             raise ParameterError(f"{self.name}: clip = {clip!r} is outside (0, 1]")
+        if metadata not in ("fp16", "fp8"):
+            raise ParameterError(f"{self.name}: metadata = {metadata!r} is unknown; 'fp16' or 'fp8'")
         self.clip = clip
+        self.metadata = metadata
         self.calibration = calibration
         self._settled = self._calibrated(0)
 
@@ -101,6 +110,12 @@ class SKVQQuantizer(Quantizer):
         Quantized
             `codes` in the order of `x`; `scale` [batch, 1, seq, groups]. `minimum` is alike, or where an order is stored
             [batch, 1, windows, window_size * groups + heads * head_dim]: the minima of a window's tokens, then the order's bits.
+            With metadata in FP8 both are uint8, the bit patterns, and a number of the order takes two of them.
+
+        Raises
+        ------
+        UnsupportedError, NonFiniteError
+            As `check`, and for a group that FP8 metadata cannot describe.
         """
         self.check(x)
         batch, heads, seq, head_dim = x.shape
@@ -108,12 +123,13 @@ class SKVQQuantizer(Quantizer):
         order = self._order(tokens)
         spread = self._spread(order, tokens.shape)
         arranged = self._clipped(tokens.gather(2, spread)).unsqueeze(1)
-        rows = channel_groups.encode(arranged, self.spec.num_bits, self.group_size)
+        small = self.metadata == "fp8"
+        rows = (self._encode_fp8 if small else channel_groups.encode)(arranged, self.spec.num_bits, self.group_size)
         codes = torch.empty_like(rows.codes).scatter_(3, spread.unsqueeze(1), rows.codes)
         minimum = rows.minimum
         if self._stores_order(heads * head_dim):
             shape = batch, 1, seq // self.spec.window_size
-            minimum = torch.cat([minimum.reshape(*shape, -1), _as_bits(order, x.dtype).unsqueeze(1)], dim=3)
+            minimum = torch.cat([minimum.reshape(*shape, -1), _as_bits(order, minimum.dtype).unsqueeze(1)], dim=3)
         codes = codes.reshape(batch, seq, heads, head_dim).transpose(1, 2).contiguous()
         return Quantized(codes, rows.scale, minimum, self.spec, x.dtype)
 
@@ -124,22 +140,55 @@ class SKVQQuantizer(Quantizer):
         minimum = quantized.minimum
         codes = quantized.codes.transpose(1, 2).reshape(batch, seq, channels)
         if self._stores_order(channels):
-            order = _from_bits(minimum[:, 0, :, -channels:])
-            minimum = minimum[..., :-channels].reshape(batch, 1, seq, -1)
+            stored = channels * (2 if self.metadata == "fp8" else 1)
+            order = _from_bits(minimum[:, 0, :, -stored:])
+            minimum = minimum[..., :-stored].reshape(batch, 1, seq, -1)
         else:
             order = self._order(codes)
+        scale = quantized.scale
+        if self.metadata == "fp8":  # four significant bits: exact in every dtype of a source
+            scale, minimum = (bits.contiguous().view(torch.float8_e4m3fn).to(quantized.dtype) for bits in (scale, minimum))
         spread = self._spread(order, codes.shape)
-        rows = channel_groups.Rows(codes.gather(2, spread).unsqueeze(1), quantized.scale, minimum)
+        rows = channel_groups.Rows(codes.gather(2, spread).unsqueeze(1), scale, minimum)
         values = channel_groups.decode(rows, self.spec.num_bits, self.group_size, quantized.dtype)
         tokens = torch.empty_like(values).scatter_(3, spread.unsqueeze(1), values)
         return tokens.reshape(batch, seq, heads, head_dim).transpose(1, 2).contiguous()
 
     def bits_per_element(self, shape: Sequence[int], dtype: torch.dtype = torch.float16) -> float:
-        """Return ``num_bits``, a scale and a minimum per group, and a number per window and channel where an order is stored."""
+        """Return ``num_bits``, a scale and a minimum per group, and a number per window and channel where an order is stored.
+
+        With metadata in FP8 a scale and a minimum take 8 bits each, and a number of the order 16.
+        """
         channels = shape[1] * shape[3]
         groups = channel_groups.num_groups(channels, self.group_size)
         stored = 1 / self.spec.window_size if self._stores_order(channels) else 0.0
-        return self.spec.num_bits + 8 * dtype.itemsize * (2 * groups / channels + stored)
+        own, number = (1, 2) if self.metadata == "fp8" else (dtype.itemsize, dtype.itemsize)
+        return self.spec.num_bits + 8 * (own * 2 * groups / channels + number * stored)
+
+    def _encode_fp8(self, arranged: Tensor, num_bits: int, group_size: int) -> channel_groups.Rows:
+        """Return what `channel_groups.encode` does, for a grid whose scale and minimum are e4m3, as bit patterns in uint8."""
+        batch, heads, seq, channels = arranged.shape
+        groups, levels = channel_groups.num_groups(channels, group_size), 2**num_bits - 1
+        size = min(group_size, channels)
+        # The last channel again fills up the last group, as it does there.
+        filled = torch.cat([arranged, arranged[..., -1:].expand(-1, -1, -1, groups * size - channels)], dim=-1)
+        grouped = filled.reshape(batch, heads, seq, groups, size).double()
+        low, high = grouped.amin(4), grouped.amax(4)
+        table = torch.arange(256, dtype=torch.uint8, device=arranged.device).view(torch.float8_e4m3fn).double()
+        table = torch.unique(table[table.isfinite()])
+        below = (torch.searchsorted(table, low, right=True) - 1).clamp_min(0)
+        minimum = table[below]
+        wanted = (high - minimum) / levels
+        if bool((low < table[0]).any()) or bool((low > table[-1]).any()) or bool((wanted > table[-1]).any()):
+            raise UnsupportedError(
+                f"{self.name}: groups of the {self.role} reach from {float(low.amin()):.4g} to {float(high.amax()):.4g}, and e4m3 "
+                f"ends at {float(table[-1]):g}: a minimum or a scale has no FP8 number; take metadata='fp16'"
+            )
+        scale = table[torch.searchsorted(table, wanted)]
+        steps = (grouped - minimum.unsqueeze(4)) / torch.where(scale == 0, 1.0, scale).unsqueeze(4)
+        codes = steps.round().clamp(0, levels).to(torch.uint8).reshape(batch, heads, seq, groups * size)[..., :channels]
+        stored = (number.to(torch.float8_e4m3fn).view(torch.uint8) for number in (scale, minimum))
+        return channel_groups.Rows(codes.contiguous(), *stored)
 
     def _calibrated(self, layer_idx: int) -> Tensor | None:
         """Return the order of a calibrated layer, int64 [1, 1, channels]; once per layer, because each decoding needs it."""
@@ -215,9 +264,9 @@ def channel_order(low: Tensor, high: Tensor, num_clusters: int) -> Tensor:
 
 
 def _as_bits(order: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers of `order` as bit patterns of `dtype`: exact, and finite below 31,744 channels."""
-    return order.to(torch.int16 if dtype.itemsize == 2 else torch.int32).view(dtype)
+    """Return the numbers of `order` as bit patterns of `dtype`, two of them for uint8: exact, and finite below 31,744 channels."""
+    return order.to(torch.int32 if dtype.itemsize == 4 else torch.int16).view(dtype)
 
 
 def _from_bits(stored: Tensor) -> Tensor:
-    return stored.contiguous().view(torch.int16 if stored.dtype.itemsize == 2 else torch.int32).long()
+    return stored.contiguous().view(torch.int32 if stored.dtype.itemsize == 4 else torch.int16).long()
